@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,19 @@ class Cell:
         else:
             fields = {"gradient_checkpointing_kwargs": {"use_reentrant": self.checkpointing}}
         return fields | {k: v for k in ("head", "head_chunk_bytes") if (v := getattr(self, k)) is not None}
+
+    @property
+    def settings(self) -> dict[str, Hashable]:
+        """The values of the settings that are combined with one another."""
+        return {
+            "way": (self.way, self.head, self.head_chunk_bytes),
+            "weights": (self.quant, self.dtype, self.autocast),
+            "checkpointing": self.checkpointing,
+            "adapters": self.adapters,
+            "source": self.source,
+            "optimizer": self.optimizer,
+            "batch": type(self.batch) if isinstance(self.batch, int) else self.batch,
+        }
 
     @property
     def lora(self) -> Any:
@@ -198,6 +211,18 @@ def cells() -> Iterator[Cell]:
         yield possible(
             Cell(NAMES[i % len(NAMES)], **way, **weights, **rest, checkpointing=checkpointing, adapters=adapters)
         )
+
+
+def each_value_once(cells: Iterable[Cell]) -> list[Cell]:
+    """A few of the cells, in which each setting has each of its values."""
+    settings = {cell: set(cell.settings.items()) for cell in cells}
+    missing = set().union(*settings.values())
+    chosen = []
+    while missing:
+        cell = max(settings, key=lambda cell: len(settings[cell] & missing))
+        missing -= settings.pop(cell)
+        chosen.append(cell)
+    return chosen
 
 
 def possible(cell: Cell) -> Cell:

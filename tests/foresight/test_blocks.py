@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig
 from kbitwrap import StepMemory, predict_step
 from support.thorough import few
 
+LORA = LoraConfig(target_modules=["q_proj", "q"])  # on one layer of a block: others do in each block what it does
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 WIDTHS = {
     "hidden_size": 32,
@@ -58,7 +59,7 @@ MODELS = {
 
 def both(model: Any, **settings: Any) -> list[StepMemory]:
     """The prediction from a few blocks, and that from all."""
-    settings = {"quantization_config": NF4, "kernels": "cpu", "batch_size": 2, "seq_len": 24, **settings}
+    settings = {"kernels": "cpu", "batch_size": 2, "seq_len": 24, "lora": LORA, **settings}
     return [predict_step(model, exact=exact, **settings) for exact in (False, True)]
 
 
@@ -79,7 +80,8 @@ def figures(step: StepMemory) -> tuple[Any, ...]:
     ),
 )
 def test_a_few_blocks_of_each_kind_tell_the_bytes_of_all(kind: str, precision: str, checkpointing: bool) -> None:
-    cut, all_ = both(MODELS[kind](), precision=precision, gradient_checkpointing=checkpointing)
+    settings = {"quantization_config": NF4, "precision": precision, "gradient_checkpointing": checkpointing}
+    cut, all_ = both(MODELS[kind](), **settings)
     assert cut.traced_blocks < all_.traced_blocks == cut.num_blocks == all_.num_blocks
     assert figures(cut) == figures(all_)
 
@@ -87,19 +89,19 @@ def test_a_few_blocks_of_each_kind_tell_the_bytes_of_all(kind: str, precision: s
 @pytest.mark.thorough
 def test_all_blocks_are_run_where_something_grows_with_their_number() -> None:
     # Without checkpointing the model fills a cache, which allocates for each block with a sliding window beforehand.
-    cut, all_ = both(MODELS["two kinds in turn"](), gradient_checkpointing=False)
+    cut, all_ = both(MODELS["two kinds in turn"](), quantization_config=NF4, gradient_checkpointing=False)
     assert cut.traced_blocks == all_.traced_blocks == 12
     assert figures(cut) == figures(all_)
 
 
 def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 2, 3, 4, 5, 6])
-    cut, all_ = both(config("Llama", num_hidden_layers=8), lora=lora)
+    cut, all_ = both(config("Llama", num_hidden_layers=8), lora=lora, optimizer="sgd", gradient_checkpointing=False)
     assert cut.traced_blocks < all_.traced_blocks == 8
     assert figures(cut) == figures(all_)
 
 
 def test_blocks_that_share_parameters_count_them_once() -> None:
-    lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 4], [2, 5]])
-    cut, all_ = both(config("Llama", num_hidden_layers=5), lora=lora)
+    lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 3], [1, 4]])
+    cut, all_ = both(config("Llama", num_hidden_layers=4), lora=lora, optimizer="sgd", gradient_checkpointing=False)
     assert figures(cut) == figures(all_)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -185,52 +188,66 @@ CONFIG = LlamaConfig(
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
+LORA = LoraConfig(target_modules=["q_proj"])
+
+
 def predicted(**options: Any) -> Any:
-    options = {"quantization_config": NF4, "batch_size": 1, "seq_len": 128} | options
+    options = {"quantization_config": NF4, "batch_size": 1, "seq_len": 128, "lora": LORA} | options
     return predict_step(CONFIG, **options)
 
 
-WEIGHTS = [  # those of the default LoRA of rank 16, in the one block
-    *([16 * 512, 16 * 512] * 2),  # q, o
-    *([16 * 512, 16 * 256] * 2),  # k, v
-    *([16 * 512, 16 * 1024] * 3),  # gate, up; and down the other way
-]
+class Projection(nn.Module):
+    """A model of one layer, with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(512, 1024, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.project(x).mean())
+
+
+def state(optimizer: str, rank: int) -> int:
+    """The bytes of an optimizer's state for a LoRA on the layer."""
+    step = predict_step(
+        Projection(),
+        precision="none",
+        gradient_checkpointing=False,
+        inputs={"x": ((2, 512), "bfloat16")},
+        lora=LoraConfig(r=rank, target_modules=["project"]),
+        optimizer=optimizer,
+        batch_size=2,
+        seq_len=1,
+    )
+    return int(step.static_by_kind.get("optimizer", 0))
 
 
 def test_the_states_of_optimizers_are_those_of_their_libraries() -> None:
-    moments = sum(2 * up(4 * n) for n in WEIGHTS)
-    counters = len(WEIGHTS) * BLOCK
-    small = [n for n in WEIGHTS if n < 4096]
-    of_bytes = sum(2 * (up(n) + up(-(-n // 256) * 4)) for n in WEIGHTS) + 2 * 1024  # and two tables of 256 codes
-    assert small == []
-
-    def state(optimizer: str) -> int:
-        return int(predicted(optimizer=optimizer).static_by_kind.get("optimizer", 0))
-
-    assert state("adamw_torch") == moments
-    assert state("adamw_torch_fused") == moments + counters
-    assert state("sgd") == 0
-    assert state("adamw_bnb_8bit") == state("adamw_8bit") == state("paged_adamw_8bit") == of_bytes
-    assert state("paged_adamw_32bit") == moments  # in managed memory only from 100,000 elements on
+    weights = [16 * 512, 16 * 1024]
+    moments = sum(2 * up(4 * n) for n in weights)
+    counters = len(weights) * BLOCK
+    assert min(weights) >= 4096
+    of_bytes = sum(2 * (up(n) + up(-(-n // 256) * 4)) for n in weights) + 2 * 1024  # and two tables of 256 codes
+    assert state("adamw_torch", 16) == moments
+    assert state("adamw_torch_fused", 16) == moments + counters
+    assert state("sgd", 16) == 0
+    assert state("adamw_bnb_8bit", 16) == state("adamw_8bit", 16) == state("paged_adamw_8bit", 16) == of_bytes
+    assert state("paged_adamw_32bit", 16) == moments  # in managed memory only from 100,000 elements on
 
 
 def test_large_paged_states_are_not_of_the_devices_allocator() -> None:
-    from peft import LoraConfig
-
-    lora = LoraConfig(r=256, target_modules=["down_proj"])
-    sizes = [256 * 1024, 256 * 512]
+    sizes = [256 * 512, 256 * 1024]
     assert min(sizes) > 100_000
-    assert "optimizer" not in predicted(optimizer="paged_adamw_32bit", lora=lora).static_by_kind
-    assert predicted(optimizer="adamw_torch", lora=lora).static_by_kind["optimizer"] == 2 * 4 * sum(sizes)
+    assert state("paged_adamw_32bit", 256) == 0
+    assert state("adamw_torch", 256) == 2 * 4 * sum(sizes)
 
 
 def test_where_cuda_computes_as_a_cpu_the_rules_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker, "ALLOCATION_BYTES", 1)
     monkeypatch.setattr(tracker, "SCRATCH", {})
     config = LlamaConfig(**(CONFIG.to_dict() | {"dtype": "float32"}), attn_implementation="eager")
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     steps = [
-        predict_step(config, quantization_config=nf4, batch_size=1, seq_len=32, optimizer="sgd", kernels=kernels)
+        predict_step(config, lora=LORA, batch_size=1, seq_len=32, optimizer="sgd", kernels=kernels)
         for kernels in ("cuda", "cpu")
     ]
     assert steps[0].levels["forward"] == steps[1].levels["forward"]
@@ -240,7 +257,7 @@ def test_where_cuda_computes_as_a_cpu_the_rules_change_nothing(monkeypatch: pyte
 def test_flash_attention_2_holds_what_torchs_flash_kernel_holds_and_needs_no_mask_for_a_window() -> None:
     given = CONFIG.to_dict() | {"sliding_window": 64, "architectures": ["MistralForCausalLM"]}
     steps = [
-        predict_step(config, quantization_config=NF4, batch_size=1, seq_len=256)
+        predict_step(config, quantization_config=NF4, batch_size=1, seq_len=256, lora=LORA)
         for config in (
             CONFIG,
             MistralConfig(**given, attn_implementation="flash_attention_2"),

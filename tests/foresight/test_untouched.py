@@ -58,7 +58,7 @@ CELLS = [
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
-@pytest.mark.parametrize("cell", few(CELLS, [CELLS[0], CELLS[3], CELLS[5]]), ids=str)
+@pytest.mark.parametrize("cell", few(CELLS, [CELLS[0], CELLS[3]]), ids=str)
 def test_a_prediction_changes_nothing_and_leaves_nothing(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.load(cell.name, cell.quant)
     batch = zoo.inputs(cell.name, model)
@@ -163,7 +163,7 @@ def test_a_prepared_model_is_refused() -> None:
     with pytest.raises(StateError, match="is prepared"):
         predict_step(model, **BATCH)
     prepared.restore()
-    predict_step(model, **BATCH)
+    predict_step(model, lora=zoo.lora_config("llama", target_modules=["q_proj"]), gradient_checkpointing=False, **BATCH)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,8 @@ def test_predictions_in_two_threads_are_those_of_one() -> None:
     ]
 
     def predict(config: Any) -> dict[str, Any]:
-        return figures(predict_step(config, quantization_config=NF4, **BATCH))
+        lora = zoo.lora_config("llama", target_modules=["q_proj"])
+        return figures(predict_step(config, quantization_config=NF4, lora=lora, optimizer="sgd", **BATCH))
 
     alone = [predict(config) for config in configs]
     found: dict[int, list[Any]] = {0: [], 1: []}
