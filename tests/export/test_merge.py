@@ -310,6 +310,7 @@ def test_different_methods_on_one_layer_are_merged(tmp_path: Path) -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
 
 
+@pytest.mark.thorough  # by default the demonstration's own merges are compared
 def test_the_comparison_with_merging_into_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = pages.program(PAGE, "float64, rounded to bfloat16")
     monkeypatch.chdir(tmp_path)

@@ -35,7 +35,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
 def test_two_tensors_are_in_memory_at_most(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    width, tensor = 1024, 2 * 1024 * 1024
+    width, tensor = 512, 2 * 512 * 512
     # In as many blocks as a layer of 4096 times 4096 elements.
     monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * width * width // 32)
     wrapper = KbitPreparedModel(adapted_layers(kind, width, **options), gradient_checkpointing=False)

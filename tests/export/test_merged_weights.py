@@ -223,9 +223,9 @@ def test_many_passes_leave_every_byte_of_the_base_where_peft_drifts(passes: int)
 def test_two_tensors_are_in_memory_at_most_beside_the_last(
     kind: str, options: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    width, tensor = 1024, 2 * 1024 * 1024
+    width, tensor = 512, 2 * 512 * 512
     # as many blocks as a layer of 4096 times 4096 elements
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * 1024 * 1024 // 32)
+    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * width * width // 32)
     model = adapted_layers(kind, width, **options).get_base_model()
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False, precision=precision).prepare()
     sizes: list[int] = []
