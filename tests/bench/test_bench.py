@@ -35,7 +35,18 @@ from kbitwrap.bench.report import (
     step_rows,
 )
 from kbitwrap.bench.settings import CASES, EXPORTED, MISTRAL_7B, SMALL, BenchError, Settings, default_cases
-from support.benchmarks import HIDDEN, LAYERS, TINY, VOCAB, all_cases, all_combinations, run_here, settings
+from support.benchmarks import (
+    HIDDEN,
+    LAYERS,
+    PREDICTED_CASES,
+    TINY,
+    VOCAB,
+    all_cases,
+    all_combinations,
+    predicted_cases,
+    run_here,
+    settings,
+)
 from support.thorough import few
 from support.training import is_checkpointing
 
@@ -149,10 +160,11 @@ def test_precisions_other_than_compute_differ_from_peft(measured: dict[str, Any]
         assert by_case(measured)[name]["steps"][0]["largest_gradient_difference"] > 0
 
 
-def test_a_predicted_step_is_the_tracked_one(measured: dict[str, Any]) -> None:
-    rows = prediction_rows(measured)
-    assert [row[:2] for row in rows[1:]] == [(tokens, case) for tokens in ("8", "16") for case in CASES]
-    for case in measured["cases"]:
+def test_a_predicted_step_is_the_tracked_one() -> None:
+    result = predicted_cases()
+    rows = prediction_rows(result)
+    assert [row[:2] for row in rows[1:]] == [("8", case) for case in PREDICTED_CASES]
+    for case in result["cases"]:
         for step in case["steps"]:
             assert step["predicted"]["peak_bytes"] == step["tracked_bytes"]
             # What an operation allocates inside itself the allocator alone knows.

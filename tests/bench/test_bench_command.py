@@ -16,7 +16,7 @@ from kbitwrap.bench import runner
 from kbitwrap.bench.plot import draw
 from kbitwrap.bench.settings import MISTRAL_7B, PLOT_SUFFIXES, SMALL, Settings, Shape, default_cases
 from kbitwrap.cli import main
-from support.benchmarks import all_cases, all_combinations
+from support.benchmarks import all_cases, all_combinations, predicted_cases
 
 # ----------------------------------------------------------------------------------------------------
 # The command.
@@ -60,11 +60,21 @@ def test_the_command_prints_tables(
     printed = capsys.readouterr()
     assert printed.out.startswith("machine ")
     rows = re.findall(r"^(?:\d+ +)?compute ", printed.out, re.MULTILINE)
-    assert len(rows) == 1 + 2 + 2  # preparing; the steps of two numbers of tokens, and their predictions
+    assert len(rows) == 1 + 2  # preparing; the steps of two numbers of tokens
     assert printed.err == "case 1 of 1\n"
     assert (tmp_path / "out").read_text() == printed.out
     asked = Settings(shape=SMALL, step=True)
     assert without_processes == [(asked, default_cases(asked))]
+
+
+def test_the_command_prints_predictions_beside_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "run_benchmark", lambda *_: predicted_cases())
+    assert main(["bench", "--step"]) == 0
+    rows = re.findall(r"^(?:\d+ +)?compute-chunked .*", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 3  # preparing; the step; its prediction
+    assert "+0" in rows[2]
 
 
 def test_the_command_prints_json(

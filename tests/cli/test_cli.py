@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -34,14 +35,6 @@ def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, di
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.fixture(scope="module")
-def one_step() -> dict[str, Any]:
-    """What the demonstration says of one step, on the CPU."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        main(["demo", "--json", "--device", "cpu", "--steps", "1"])
-    return json.loads(printed.getvalue())
-
-
 def failed(result: dict[str, Any]) -> list[str]:
     return [check["name"] for check in result["checks"] if not check["passed"]]
 
@@ -53,9 +46,46 @@ def exit_status(*arguments: str) -> int:
     return found.value.code
 
 
+@dataclass(frozen=True)
+class Run:
+    """What the demonstration measured and printed, and what it should leave in the process: before it, and after."""
+
+    result: dict[str, Any]
+    out: str
+    err: str
+    before: list[object]
+    after: list[object]
+    files: list[Path]
+
+
+def process_state() -> list[object]:
+    return [torch.get_num_threads(), torch.get_rng_state().tolist(), transformers_logging.get_verbosity()]
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The demonstration as it is by default, on the CPU and a screen of 80 columns."""
+    folder, results = tmp_path_factory.mktemp("temporary"), []
+    run = demo_run.Demo.run
+
+    def remember(self: demo_run.Demo) -> dict[str, Any]:
+        results.append(run(self))
+        return results[-1]
+
+    before = process_state()
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("COLUMNS", "80")
+        patch.setattr(demo_run.Demo, "run", remember)
+        assert main(["demo", "--device", "cpu"]) == 0
+    files = list(folder.glob("kbitwrap-demo-*"))
+    return Run(results[0], out.getvalue(), err.getvalue(), before, process_state(), files)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a model that is smaller than the demonstration's own."""
+    """A folder with a model that is smaller than the demonstration's own, of as many tokens as there are bytes."""
     return save_llama(tmp_path_factory.mktemp("small"), vocab_size=256)
 
 
@@ -144,49 +174,47 @@ def test_the_demonstration_fits_a_wide_screen(
     assert_fits_a_screen(capsys.readouterr().out, 100)
 
 
-def test_default_run_learns_and_prints_a_table_that_fits_a_screen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    num_threads, random_state = torch.get_num_threads(), torch.get_rng_state()
-    verbosity = transformers_logging.get_verbosity()
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["demo", "--device", "cpu"]) == 0
-    captured = capsys.readouterr()
-    assert "FAIL" not in captured.out
-    assert_fits_a_screen(captured.out, 80)
-    before, after = map(float, re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", captured.out)[0])
+def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: Run) -> None:
+    assert "FAIL" not in default_run.out
+    assert_fits_a_screen(default_run.out, 80)
+    before, after = map(float, re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", default_run.out)[0])
     assert before > 5
     assert after < 4
-    assert "Traceback" not in captured.err
-    # What it needs for itself, it leaves as it found.
-    assert torch.get_num_threads() == num_threads
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert transformers_logging.get_verbosity() == verbosity
-    assert list(tmp_path.glob("kbitwrap-demo-*")) == []
+    assert "Traceback" not in default_run.err
 
 
-def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str], small: str) -> None:
-    first, second, other = (
-        run_json(capsys, "--model", small, "--steps", "1", "--seed", seed)[1] for seed in ("7", "7", "8")
-    )
+def test_what_the_demonstration_needs_for_itself_it_leaves_as_it_found(default_run: Run) -> None:
+    assert default_run.after == default_run.before
+    assert default_run.files == []
+
+
+@pytest.fixture(scope="module")
+def small_run(small: str) -> dict[str, Any]:
+    """What the demonstration says of one step of the small model, which has no tokenizer."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(["demo", "--json", "--model", small, "--steps", "1", "--seed", "7"])
+    return json.loads(printed.getvalue())
+
+
+def test_the_same_seed_gives_the_same_figures(
+    capsys: pytest.CaptureFixture[str], small: str, small_run: dict[str, Any]
+) -> None:
+    again, other = (run_json(capsys, "--model", small, "--steps", "1", "--seed", seed)[1] for seed in ("7", "8"))
     for name in ("loss", "generation"):
-        assert first[name] == second[name] != other[name]
-    assert first["base_digest"] == second["base_digest"]  # of the same checkpoint
+        assert small_run[name] == again[name] != other[name]
+    assert small_run["base_digest"] == again["base_digest"]  # of the same checkpoint
 
 
 @pytest.mark.thorough
-def test_another_seed_makes_another_model(capsys: pytest.CaptureFixture[str], one_step: dict[str, Any]) -> None:
-    _, other = run_json(capsys, "--device", "cpu", "--steps", "1", "--seed", "8")
+def test_another_seed_makes_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = (run_json(capsys, "--device", "cpu", "--steps", "1", "--seed", seed)[1] for seed in ("0", "8"))
     for name in ("loss", "generation", "base_digest"):
-        assert one_step[name] != other[name]
+        assert one[name] != other[name]
 
 
-def test_named_model_without_a_tokenizer_takes_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = save_llama(tmp_path / "model", vocab_size=256)  # as many as there are bytes
-    _, result = run_json(capsys, "--model", model, "--steps", "1")
-    assert result["model"] == model
-    assert [name for name in failed(result) if name != "the held-out loss fell"] == []
+def test_named_model_without_a_tokenizer_takes_bytes(small: str, small_run: dict[str, Any]) -> None:
+    assert small_run["model"] == small
+    assert [name for name in failed(small_run) if name != "the held-out loss fell"] == []
 
 
 def test_a_restore_that_does_nothing_fails_a_check(
@@ -237,8 +265,8 @@ def test_training_without_effect_fails_a_check(
 SIDE = {"added_bytes": 267776, "merged_bytes": 1274834, "left": {"dtypes": 7, "hooks": 1, "flags": 11}}
 
 
-def test_pefts_way_is_measured_beside_ours(one_step: dict[str, Any]) -> None:
-    sides = one_step["sides"]
+def test_pefts_way_is_measured_beside_ours(default_run: Run) -> None:
+    sides = default_run.result["sides"]
     assert list(sides) == ["peft", "compute", "norms"]
     # 259 rows of 256 in the embeddings and in the head, and five norms, in float32: twice two bytes.
     assert {name: sides["peft"][name] for name in SIDE} == SIDE
@@ -252,7 +280,7 @@ def test_pefts_way_is_measured_beside_ours(one_step: dict[str, Any]) -> None:
     # A merge into 4 bits rounds all weights anew; the export writes them in bfloat16.
     assert sides["norms"]["exported_error"] < sides["norms"]["merged_error"] / 5
     assert sides["peft"]["exported_bytes"] is None
-    assert {check["group"] for check in one_step["checks"]} == {
+    assert {check["group"] for check in default_run.result["checks"]} == {
         *("plan", "numbers", "training", "suspension", "restore", "merge")
     }
 
@@ -354,12 +382,14 @@ def test_unreadable_model_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
     assert captured.err.count("\n") == 1
 
 
-def test_refusal_to_prepare_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_to_prepare_is_bad_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
+) -> None:
     def refuse(self: KbitPreparedModel, *args: Any, **fields: Any) -> None:
         raise UnsupportedModelError("no checkpointing here")
 
     monkeypatch.setattr(KbitPreparedModel, "__init__", refuse)
-    assert exit_status("demo") == 2
+    assert exit_status("demo", "--model", small) == 2
     assert "cannot be prepared: no checkpointing here\n" in capsys.readouterr().err
 
 

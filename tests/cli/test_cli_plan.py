@@ -12,7 +12,7 @@ import torch
 from peft import prepare_model_for_kbit_training
 from rich.cells import cell_len
 
-from kbitwrap import StepTracker, build_plan
+from kbitwrap import StepPredictor, StepTracker, build_plan
 from kbitwrap.bench.memory import live_bytes
 from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
@@ -270,7 +270,7 @@ WARNED_OF = [
     ),
     (zoo.checkpoint("mixtral"), [], "4 stacks of experts are not quantized"),
 ]
-WARNED_STEPS = [(*case, [*STEP, "--seq", "4"]) for case in WARNED_OF]
+WARNED_STEPS = [(*case, ["--step", "--precision", "none", "--seq", "4"]) for case in WARNED_OF]
 
 
 @pytest.mark.parametrize(
@@ -300,9 +300,10 @@ def test_a_model_that_is_quantized_already_keeps_its_own_quantization(
 
 
 def test_a_sequence_is_no_longer_than_positions_that_are_learned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = saved(tmp_path, GPT2)
+    monkeypatch.setattr(StepPredictor, "largest_batch", lambda *_: 1)  # how it is searched for is tested elsewhere
     step = ["--step", "--precision", "none", "--budget", "8GiB"]
     found = run_json(capsys, model, *step)["steps"]["none"]
     assert (found["seq_len"], found["longest_sequence"]) == (16, 16)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig
+from torch import nn
+from torch.nn import functional as F
 
+from kbitwrap import StepPredictor
 from kbitwrap.foresight.budget import largest
 
 
@@ -41,3 +48,24 @@ def test_a_line_is_followed_to_its_end_in_five_trials() -> None:
 
     assert largest(num_bytes, 8 * 2**30, 2048, 131_072) == 2907
     assert len(trials) <= 5
+
+
+class Bigrams(nn.Module):
+    """A language model as small as there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.head(self.embed(input_ids))
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def test_the_largest_batch_and_the_longest_sequence_fit_a_budget_that_one_more_does_not() -> None:
+    lora = LoraConfig(target_modules=["head"])
+    predict = StepPredictor(Bigrams(), precision="none", gradient_checkpointing=False, lora=lora, kernels="cpu")
+    budget = predict(50, 7).peak_bytes
+    assert predict.largest_batch(budget, 7) == 50
+    assert predict.largest_batch(budget - 1, 7) == 49
+    assert predict.longest_sequence(budget, 50) == 7

@@ -17,6 +17,9 @@ from kbitwrap.bench.settings import CASES, MISTRAL_7B, Settings, Shape
 from support import forks
 
 HIDDEN, LAYERS, VOCAB = 256, 1, 2048  # the head, made in one piece, decides the peak of a step
+SHAPE = MISTRAL_7B.resized(hidden_size=HIDDEN, num_layers=LAYERS, vocab_size=VOCAB)
+HEAD_CHUNK_BYTES = 256 << 10
+PREDICTED_CASES = ("peft", "compute-chunked")
 TINY = Shape(
     hidden_size=64,
     num_layers=2,
@@ -51,7 +54,6 @@ def all_cases() -> dict[str, Any]:
     PEFT's and "compute" run each in a process of its own, as all do for a user, but one that has imported all.
     """
     lines: list[str] = []
-    shape = MISTRAL_7B.resized(hidden_size=HIDDEN, num_layers=LAYERS, vocab_size=VOCAB)
 
     def run(case: str, asked: Settings, folder: Path) -> dict[str, Any]:
         return run_in(forks.run, case, asked, folder) if case in ("peft", "compute") else run_here(case, asked, folder)
@@ -59,10 +61,19 @@ def all_cases() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(runner, "_run_case", run)
-        asked = settings(shape=shape, tokens=(8, 16), head_chunk_bytes=256 << 10, predict=True)
+        asked = settings(shape=SHAPE, tokens=(8, 16), head_chunk_bytes=HEAD_CHUNK_BYTES)
         result = runner.run_benchmark(asked, CASES, lines.append)
     assert len(lines) == len(CASES)
     return result
+
+
+@functools.cache
+def predicted_cases() -> dict[str, Any]:
+    """A run of two cases whose steps are predicted too, at the first call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_run_case", run_here)
+        asked = settings(shape=SHAPE, tokens=(8,), head_chunk_bytes=HEAD_CHUNK_BYTES, predict=True)
+        return runner.run_benchmark(asked, PREDICTED_CASES, lambda line: None)
 
 
 @functools.cache
