@@ -26,6 +26,7 @@ from support.trainers import (
     RecordingTrainer,
     adapt,
     dataset,
+    load_base,
     outcome,
     prepare,
     trained_weights,
@@ -249,7 +250,7 @@ class Evaluates(TrainerCallback):
 
 def test_what_the_callback_cannot_suspend_is_refused(tmp_path: Path) -> None:
     message = r"not in its original state.*SuspendedEvaluation"
-    rows = dataset(zoo.load("llama"))
+    rows = dataset(load_base())
     cases: list[dict[str, Any]] = [
         {"eval_dataset": {"one": rows[:2], "two": rows[2:]}},
         {"eval_strategy": "no", "others": [Evaluates()]},
@@ -332,7 +333,7 @@ def test_a_wrapper_that_is_not_the_models_hides_no_evaluation(tmp_path: Path) ->
 
 @pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
 def test_an_evaluation_that_raises_is_taken_back(tmp_path: Path, exception: type[BaseException]) -> None:
-    base = zoo.load("llama")
+    base = load_base()
     untrained = Snapshot(base)
     prepared = KbitPreparedModel(base, precision="full")
     prepared.prepare()

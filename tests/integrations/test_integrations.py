@@ -25,6 +25,7 @@ from support.trainers import (
     RecordingTrainer,
     adapt,
     dataset,
+    load_base,
     outcome,
     prepare,
     resume,
@@ -103,7 +104,7 @@ def test_a_moved_checkpoint_is_a_warning_and_is_still_compared(tmp_path: Path) -
 
 
 def test_what_is_not_prepared_is_not_trained(tmp_path: Path) -> None:
-    base = adapt(zoo.load("llama"))
+    base = adapt(load_base())
     other = prepare()
     restored = prepare()
     peft_model = adapt(restored.model)
@@ -123,7 +124,7 @@ def test_what_is_not_prepared_is_not_trained(tmp_path: Path) -> None:
 
 def test_a_base_without_adapters_is_accepted_where_it_is_trained(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="neither a quantization attribute"):
-        prepared = KbitPreparedModel(zoo.load("llama", None), freeze=False).prepare()
+        prepared = KbitPreparedModel(load_base(None), freeze=False).prepare()
     model = prepared.model
 
     def trainer(folder: Path) -> RecordingTrainer:
@@ -153,7 +154,7 @@ class Allocates:
 # Each step calls a block once in its forward and once in its backward; after the first step, there is an evaluation.
 @pytest.mark.parametrize(("precision", "call"), each_once(["full", "compute", "adapted"], [1, 4]))
 def test_a_search_for_the_batch_size_goes_on_after_each_attempt(tmp_path: Path, precision: str, call: int) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     before = Snapshot(model)
     hook = Allocates(call)
     with KbitPreparedModel(model, precision=precision) as prepared:
@@ -185,7 +186,7 @@ def test_a_trainer_prepared_after_it_was_made_trains_as_one_made_of_a_prepared_m
 ) -> None:
     expected = trainer_with_callback(prepare(precision), tmp_path, bf16=True)
     expected.train()
-    trainer = trainer_for(adapt(zoo.load("llama")), tmp_path, bf16=True, **EVERY_STEP)
+    trainer = trainer_for(adapt(load_base()), tmp_path, bf16=True, **EVERY_STEP)
     base, callbacks = trainer.model.get_base_model(), list(trainer.callback_handler.callbacks)
     before = Snapshot(base.model.norm), set(vars(trainer.model))
     with prepared_trainer(trainer, precision=precision, audit=True) as prepared:
@@ -207,7 +208,7 @@ def test_a_trainer_prepared_after_it_was_made_trains_as_one_made_of_a_prepared_m
 
 @pytest.mark.parametrize("inject", [False, True], ids=["peft-model", "injected"])
 def test_adapters_are_adopted_when_the_trainer_is_made(tmp_path: Path, inject: bool) -> None:
-    prepared = prepare("adapted")
+    prepared = KbitPreparedModel(zoo.load("llama"), precision="adapted").prepare()
     config = zoo.lora_config("llama", task_type="CAUSAL_LM", layers_to_transform=[1])
     if inject:
         prepared.model.add_adapter(config)
@@ -225,7 +226,7 @@ def test_adapters_are_adopted_when_the_trainer_is_made(tmp_path: Path, inject: b
     ("precision", "inject", "bf16"), few(itertools.product(FEW, BOOLS, BOOLS), pairwise(FEW, BOOLS, BOOLS))
 )
 def test_what_accelerate_sets_is_taken_back(tmp_path: Path, precision: str, inject: bool, bf16: bool) -> None:
-    base = zoo.load("llama")
+    base = load_base()
     untrained = Snapshot(base)
     prepared = KbitPreparedModel(base, precision=precision).prepare()
     if inject:

@@ -16,11 +16,12 @@ from torch import nn
 
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
-from support import forks, zoo
+from support import forks
 from support.trainers import (
     EVERY_STEP,
     NAME,
     adapt,
+    load_base,
     outcome,
     prepare,
     resume,
@@ -51,7 +52,7 @@ def test_resuming_on_the_same_preparation_goes_on(
     if order == "prepare-first":
         trainer = resume(prepare("full"), checkpoint, tmp_path, **EVERY_STEP)
     else:
-        peft_model = adapt(zoo.load("llama"))
+        peft_model = adapt(load_base())
         prepared = KbitPreparedModel.from_manifest(peft_model, checkpoint / NAME).prepare()
         trainer = trainer_for(peft_model, tmp_path, callbacks=[KbitTrainerCallback(prepared)], **EVERY_STEP)
         trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -60,7 +61,7 @@ def test_resuming_on_the_same_preparation_goes_on(
 
 
 def changed(name: str) -> nn.Module:
-    model = zoo.load("llama")
+    model = load_base()
     parameter = model.get_parameter(name)
     with torch.no_grad():
         parameter.view(-1)[0] += 1
@@ -68,12 +69,12 @@ def changed(name: str) -> nn.Module:
 
 
 OTHERS: dict[str, tuple[Callable[[], KbitPreparedModel | nn.Module], str]] = {
-    "unprepared": (lambda: zoo.load("llama"), "prepared"),
+    "unprepared": (lambda: load_base(), "prepared"),
     "norms": (lambda: prepare("norms"), "config.precision"),
     "compute": (lambda: prepare("compute"), "config.precision"),
     "int8": (lambda: prepare("full", "int8"), "model.quantization.method"),
     "dtype": (
-        lambda: KbitPreparedModel(zoo.load("llama", "nf4", torch.float16), precision="full").prepare(),
+        lambda: KbitPreparedModel(load_base("nf4", torch.float16), precision="full").prepare(),
         "model.dtype",
     ),
     "weight": (lambda: KbitPreparedModel(changed("model.norm.weight"), precision="full").prepare(), "tensors"),
@@ -218,11 +219,11 @@ from pathlib import Path
 from support import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
-from support.trainers import adapt, trainer_for
+from support.trainers import adapt, load_base, trainer_for
 
 warnings.simplefilter("ignore")
 folder, precision, checkpoint, rank, port = sys.argv[1:]
-model = zoo.load("llama")  # before the variables: of several processes only the first would write the zoo's checkpoint
+model = load_base()  # before the variables: of several processes only the first would write the zoo's checkpoint
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
 saved, save = [], Manifest.save
 Manifest.save = lambda self, path: (saved.append(Path(path).parent.name), save(self, path))

@@ -15,7 +15,7 @@ from torch import nn
 from kbitwrap import KbitPreparedModel, LifecycleState
 from support import zoo
 from support.snapshot import tensor_digest
-from support.trainers import NUM_STEPS, adapt, outcome, prompt, train, train_prepared, trained_weights
+from support.trainers import NUM_STEPS, adapt, load_base, outcome, prompt, train, train_prepared, trained_weights
 
 PRECISIONS = ("full", "norms", "none")
 
@@ -62,7 +62,7 @@ def do_nothing(prepared: KbitPreparedModel, model: peft.PeftModel) -> None:
 
 def train_by_hand(precision: str, modules_to_save: bool, between: Between) -> list[Any]:
     """Train with one optimizer, and return everything that could tell one run from another."""
-    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+    prepared = KbitPreparedModel(load_base(), precision=precision).prepare()
     model = adapt(prepared.model, modules_to_save=modules_to_save).train()
     trainable = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
@@ -98,7 +98,7 @@ def test_sampling_without_a_suspension_changes_what_follows() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_suspended_generation_is_that_of_the_restored_model(tmp_path: Path, precision: str) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     with KbitPreparedModel(model, precision=precision) as prepared:
         peft_model = train(model, tmp_path, modules_to_save=True).model
         exact = peft_model.get_base_model().lm_head.modules_to_save.default.weight.clone()
@@ -116,7 +116,7 @@ def test_suspended_generation_is_that_of_the_restored_model(tmp_path: Path, prec
 
 @pytest.mark.parametrize("precision", ["full", "norms"])
 def test_generating_from_a_callback_changes_no_loss(tmp_path: Path, precision: str) -> None:
-    prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+    prepared = KbitPreparedModel(load_base(), precision=precision).prepare()
     states = []
 
     def sample(model: nn.Module) -> None:

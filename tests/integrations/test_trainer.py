@@ -24,6 +24,7 @@ from support.trainers import (
     NUM_STEPS,
     RecordingTrainer,
     adapt,
+    load_base,
     outcome,
     prompt,
     train,
@@ -51,7 +52,7 @@ pytestmark = [
 @pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
 def test_full_trains_exactly_as_after_pefts_own_preparation(tmp_path: Path, bf16: bool, modules_to_save: bool) -> None:
     kwargs = {"bf16": bf16, "modules_to_save": modules_to_save, "gradient_checkpointing": False}
-    theirs = zoo.load("llama")
+    theirs = load_base()
     peft.prepare_model_for_kbit_training(theirs, gradient_checkpointing_kwargs={"use_reentrant": False})
 
     ours = outcome(train_prepared(tmp_path, "full", **kwargs))
@@ -115,7 +116,7 @@ def losses_without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> di
     folder = tmp_path_factory.mktemp("trainer")
     return {
         precision: train(
-            KbitPreparedModel(zoo.load("llama"), precision=precision, gradient_checkpointing=False).prepare().model,
+            KbitPreparedModel(load_base(), precision=precision, gradient_checkpointing=False).prepare().model,
             folder,
         ).losses
         for precision in PRECISIONS
@@ -130,7 +131,7 @@ def test_trainers_checkpointing_wins_and_is_taken_back(
     trainer: str,
     precision: str,
 ) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     probe = Probe(model)
     before = Snapshot(model)
     with KbitPreparedModel(model, precision=precision, **WRAPPER[wrapper]) as prepared:
@@ -151,7 +152,7 @@ def test_trainers_checkpointing_is_off_by_default(tmp_path: Path, name: str) -> 
 
 
 def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     prepared = KbitPreparedModel(model).prepare()
     trainer = trainer_for(adapt(model), tmp_path, **TRAINER["non-reentrant"])
     assert not prepared.verify()
@@ -168,7 +169,7 @@ def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path
 
 @pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
 def test_verify_is_silent_on_a_setting_that_was_written_again(tmp_path: Path, mode: str) -> None:
-    prepared = KbitPreparedModel(zoo.load("llama"), **WRAPPER[mode]).prepare()
+    prepared = KbitPreparedModel(load_base(), **WRAPPER[mode]).prepare()
     run = train(prepared.model, tmp_path, **TRAINER[mode])
     assert not prepared.verify()
     # As TRL does, which enables it itself and then hands the model to the Trainer.
@@ -179,14 +180,14 @@ def test_verify_is_silent_on_a_setting_that_was_written_again(tmp_path: Path, mo
 
 
 def test_verify_names_checkpointing_of_another_kind(tmp_path: Path) -> None:
-    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    prepared = KbitPreparedModel(load_base()).prepare()
     train(prepared.model, tmp_path, **TRAINER["reentrant"])
     found = {what for rows in prepared.verify().differences.values() for what in rows}
     assert found == {"_gradient_checkpointing_func"}
 
 
 def test_report_names_no_hook_that_restore_removed(tmp_path: Path) -> None:
-    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    prepared = KbitPreparedModel(load_base()).prepare()
     train(prepared.model, tmp_path, **TRAINER["non-reentrant"])
     assert [name for name in prepared.restore().foreign if "hook" in name] == []
 
@@ -226,7 +227,7 @@ def test_reentrant_checkpointing_loses_gradients_silently(use_reentrant: bool, i
 def test_what_training_leaves_on_the_base_is_undone(
     tmp_path: Path, precision: str, bf16: bool, modules_to_save: bool
 ) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     before = Snapshot(model)
     with KbitPreparedModel(model, precision=precision):
         peft_model = adapt(model, modules_to_save=modules_to_save)
@@ -261,7 +262,7 @@ def test_exception_passes_unchanged_and_the_base_is_restored(
     tmp_path: Path, precision: str, kind: type[BaseException]
 ) -> None:
     stop = kind("in the first step")
-    model = zoo.load("llama")
+    model = load_base()
     before = Snapshot(model)
 
     def raise_it(model: nn.Module) -> None:
@@ -292,7 +293,7 @@ class CastingTrainer(RecordingTrainer):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_trainer_that_casts_what_is_trainable_is_undone_too(tmp_path: Path, precision: str) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     before = Snapshot(model)
     with KbitPreparedModel(model, precision=precision):
         run = train(model, tmp_path, modules_to_save=True, cls=CastingTrainer, bf16=True, **TRAINER["non-reentrant"])
@@ -312,7 +313,7 @@ def test_trainer_that_casts_what_is_trainable_is_undone_too(tmp_path: Path, prec
 @pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision: str, modules_to_save: bool) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     with KbitPreparedModel(model, precision=precision):
         peft_model = train(model, tmp_path, modules_to_save=modules_to_save).model
         head = model.lm_head.modules_to_save.default.weight if modules_to_save else model.lm_head.weight
@@ -320,7 +321,7 @@ def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision
     adapter = {fqn: tensor.clone() for fqn, tensor in adapter.items()}
     merged = peft_model.merge_and_unload()
 
-    never_prepared = adapt(zoo.load("llama"), modules_to_save=modules_to_save)
+    never_prepared = adapt(load_base(), modules_to_save=modules_to_save)
     peft.set_peft_model_state_dict(never_prepared, adapter)
     expected = never_prepared.merge_and_unload()
 
@@ -338,13 +339,13 @@ def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision
 
 
 def test_after_pefts_own_preparation_the_merged_model_is_another(tmp_path: Path) -> None:
-    model = zoo.load("llama")
+    model = load_base()
     peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     merged = train(model, tmp_path).model.merge_and_unload()
     assert [fqn for fqn, p in merged.named_parameters() if p.dtype == torch.float32] != []
     merged.requires_grad_(False)
     assert merged(**prompt(merged)).logits.requires_grad
-    size = len(saved(zoo.load("llama"), tmp_path / "loaded", "5GB")["model.safetensors"])
+    size = len(saved(load_base(), tmp_path / "loaded", "5GB")["model.safetensors"])
     assert len(saved(merged, tmp_path / "merged", "5GB")["model.safetensors"]) > size
 
 
@@ -358,7 +359,7 @@ def test_resuming_needs_the_same_preparation(tmp_path: Path) -> None:
     checkpoint = tmp_path / f"checkpoint-{NUM_STEPS // 2}"
 
     def resumed(precision: str) -> tuple[list[float], dict[str, object]]:
-        prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+        prepared = KbitPreparedModel(load_base(), precision=precision).prepare()
         trainer = trainer_for(adapt(prepared.model), tmp_path)
         trainer.train(resume_from_checkpoint=str(checkpoint))
         return outcome(trainer)
@@ -403,7 +404,7 @@ class SynchronizedModel:
 
 @pytest.mark.usefixtures("process_group")
 def test_ddp_synchronizes_no_base_parameter_after_a_restore() -> None:
-    prepared = KbitPreparedModel(zoo.load("llama")).prepare()
+    prepared = KbitPreparedModel(load_base()).prepare()
     ddp = SynchronizedModel(adapt(prepared.model))
     ddp.step()
     assert ddp.synchronized
@@ -422,7 +423,7 @@ def test_ddp_synchronizes_no_base_parameter_after_a_restore() -> None:
 @pytest.mark.usefixtures("process_group")
 def test_ddp_synchronizes_after_a_suspension_all_that_it_did_before_or_the_suspension_is_refused() -> None:
     for precision, retypes in (("norms", False), ("full", True)):
-        prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
+        prepared = KbitPreparedModel(load_base(), precision=precision).prepare()
         ddp = SynchronizedModel(adapt(prepared.model, modules_to_save=True))
         ddp.step()
         with pytest.raises(StateError, match="lm_head") if retypes else contextlib.nullcontext(), prepared.suspended():

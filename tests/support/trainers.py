@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from kbitwrap import KbitPreparedModel, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
@@ -40,6 +40,11 @@ class CallAtStepEnd(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.call(model)
+
+
+def load_base(quant: str | None = "nf4", dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """A llama of one layer: a training goes through a second one as through the first."""
+    return zoo.load("llama", quant, dtype, num_hidden_layers=1)
 
 
 def dataset(model: nn.Module) -> list[dict[str, torch.Tensor]]:
@@ -99,7 +104,7 @@ def save_run(model: nn.Module, folder: Path, **options: Any) -> RecordingTrainer
 
 
 def prepare(precision: str = "norms", quant: str = "nf4", **fields: Any) -> KbitPreparedModel:
-    return KbitPreparedModel(zoo.load("llama", quant), precision=precision, **fields).prepare()
+    return KbitPreparedModel(load_base(quant), precision=precision, **fields).prepare()
 
 
 def trainer_with_callback(
@@ -129,7 +134,7 @@ def train(model: nn.Module, folder: Path, *, modules_to_save: bool = False, **kw
 
 
 def train_prepared(folder: Path, precision: str, **kwargs: Any) -> RecordingTrainer:
-    return train(KbitPreparedModel(zoo.load("llama"), precision=precision).prepare().model, folder, **kwargs)
+    return train(KbitPreparedModel(load_base(), precision=precision).prepare().model, folder, **kwargs)
 
 
 def outcome(trainer: RecordingTrainer) -> tuple[list[float], dict[str, object]]:

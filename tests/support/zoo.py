@@ -728,6 +728,7 @@ def load(
     dtype: torch.dtype = torch.bfloat16,
     *,
     eval_mode: bool = True,
+    num_hidden_layers: int | None = None,
     **from_pretrained_kwargs: Any,
 ) -> PreTrainedModel:
     """Load a fresh model, as a user loads a checkpoint.
@@ -736,6 +737,7 @@ def load(
         name: A key of `ARCHITECTURES`.
         quant: `"nf4"`, `"nf4-double"` (double quantization), `"fp4"`, `"int8"`, or `None` for unquantized.
         dtype: The dtype of what is not quantized, and the compute dtype of what is.
+        num_hidden_layers: How many layers to load; all where none is said.
         eval_mode: Leave the model in evaluation mode, as `from_pretrained` does; otherwise in training mode.
         **from_pretrained_kwargs: Passed on, over the defaults.
 
@@ -750,10 +752,11 @@ def load(
         raise ValueError(f"{name} supports {row.quants}, not {quant!r}")
     if dtype in _HALVES and dtype not in row.dtypes:
         raise ValueError(f"{name} supports {row.dtypes}, not {dtype}")
+    fewer = {} if num_hidden_layers is None else {"num_hidden_layers": num_hidden_layers}
     if from_pretrained_kwargs:
-        model = _from_pretrained(checkpoint(name), row, quant, dtype, **from_pretrained_kwargs)
+        model = _from_pretrained(checkpoint(name), row, quant, dtype, **fewer, **from_pretrained_kwargs)
     else:
-        model = _pristine(checkpoint(name), row, quant, dtype).copy()
+        model = _pristine(checkpoint(name), row, quant, dtype, **fewer).copy()
     return model.train(not eval_mode)
 
 
@@ -825,8 +828,8 @@ def _copy(value: Any, storages: dict[int, Any]) -> Any:
 
 
 @functools.cache
-def _pristine(folder: Path, row: Architecture, quant: str | None, dtype: torch.dtype) -> Original:
-    return Original(_from_pretrained(folder, row, quant, dtype))
+def _pristine(folder: Path, row: Architecture, quant: str | None, dtype: torch.dtype, **kwargs: Any) -> Original:
+    return Original(_from_pretrained(folder, row, quant, dtype, **kwargs))
 
 
 # ----------------------------------------------------------------------------------------------------
