@@ -216,7 +216,6 @@ def test_callbacks_made_anew_from_a_checkpoint_compare_too(
 PROCESS = """
 import json, os, sys, warnings
 from pathlib import Path
-from support import zoo
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
 from support.trainers import adapt, load_base, trainer_for
