@@ -120,6 +120,17 @@ def test_a_module_without_parameters_is_no_part_of_the_base(tmp_path: Any) -> No
     assert prepared.restore() == RestoreReport((), (), ())
 
 
+@pytest.mark.parametrize(("is_saved", "named"), [(True, ("3.steps",)), (False, ())])
+def test_a_buffer_that_the_model_wrote_is_reported_where_a_checkpoint_holds_it(
+    is_saved: bool, named: tuple[str, ...]
+) -> None:
+    model = block()
+    model[3].register_buffer("steps", torch.zeros(2), persistent=is_saved)
+    prepared = KbitPreparedModel(model).prepare()
+    model[3].steps += 1
+    assert prepared.restore().trained == named
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
