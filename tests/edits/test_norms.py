@@ -368,8 +368,13 @@ def fresh_compiler() -> Iterator[None]:
 
 
 COMPILED = list(itertools.product(NORMS, ["half", torch.float32], ["eager", "aot_eager"]))
-# A kind of torch's and one of transformers', each with another dtype and another backend than the other's.
-FEW_COMPILED = [("LayerNorm", "half", "aot_eager"), ("Llama", torch.float32, "eager"), ("RMSNorm", "half", "eager")]
+# Of torch's, one whose kernel refuses float32 with half weights and one whose does not; of others, one of two inputs.
+FEW_COMPILED = [
+    ("LayerNorm", torch.float32, "aot_eager"),
+    ("RMSNorm", torch.float32, "eager"),
+    ("Llama", "half", "eager"),
+    ("Mamba 2, gated", "half", "aot_eager"),
+]
 
 
 @pytest.mark.parametrize(("kind", "input_dtype", "backend"), few(COMPILED, FEW_COMPILED))
