@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import BitsAndBytesConfig, LlamaConfig
 from transformers.utils import import_utils
 
+import kbitwrap.foresight.predict as predict_module
 from kbitwrap import ConfigError, KbitPreparedModel, StateError, StepTracker, UnsupportedModelError, predict_step
 from steps import LEARNING_RATE, Cell, figures, predicted, tracked
 from support import zoo
@@ -273,7 +274,22 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Any) -> None:
         predict_step(tmp_path, **BATCH)
 
 
-def test_predictions_in_two_threads_are_those_of_one() -> None:
+def test_predictions_in_two_threads_run_one_after_the_other_and_are_those_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running: list[int] = []
+    most: list[int] = []
+
+    def trace(*args: Any) -> Any:
+        running.append(threading.get_ident())
+        most.append(len(running))
+        try:
+            return traced(*args)
+        finally:
+            running.remove(threading.get_ident())
+
+    traced = predict_module.trace
+    monkeypatch.setattr(predict_module, "trace", trace)
     configs = [
         LlamaConfig(
             **{**zoo.ARCHITECTURES["llama"].config, "num_hidden_layers": 1},
@@ -301,3 +317,4 @@ def test_predictions_in_two_threads_are_those_of_one() -> None:
         thread.join()
     assert alone[0] != alone[1]
     assert found == {0: [alone[0]] * 2, 1: [alone[1]] * 2}
+    assert set(most) == {1}
