@@ -202,10 +202,11 @@ def _plan(
         for wrapper in reversed(peeled.wrappers):
             if is_tuner_layer(wrapper):
                 one = ActiveLayer(fqn, wrapper, active_adapters(wrapper, chosen))
+                if not one.adapters:
+                    continue
                 layers = merge_of(fqn, peeled.shell).layers
                 # A shared module is peeled once for each of its places.
-                is_new = all(other.layer is not wrapper for other in layers)
-                if one.adapters and is_new:
+                if all(other.layer is not wrapper for other in layers):
                     layers.append(one)
                 continue
 

@@ -175,6 +175,16 @@ def test_a_mixed_merge_names_the_layers_that_engines_fuse_where_all_of_one_are_h
     assert "model.layers.0.self_attn.qkv_proj" not in skipped  # k and v are quantized
 
 
+def test_a_mixed_merge_keeps_the_layers_whose_adapters_are_not_active(tmp_path: Path) -> None:
+    model, adapter = adapted("llama", "nf4", target_modules=["q_proj"])
+    adapter.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapter.set_adapter("default")
+    export(adapter, tmp_path / "mixed", base=model, merge_as="mixed")
+    tensors = tensors_of(tmp_path / "mixed")
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == torch.uint8
+
+
 def test_other_forms_of_a_model_that_is_not_quantized_are_refused(tmp_path: Path) -> None:
     adapter = get_peft_model(zoo.load("llama", None), peft.LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(ExportError, match="the model is not quantized; merge it as 'half'"):
