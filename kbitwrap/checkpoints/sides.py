@@ -59,8 +59,9 @@ def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
     for fqn, module in twin.model.named_modules():
         name = join(fqn, "weight")
         if name in weights and not is_transposed(module):
+            parameters = {**module._parameters, "weight": weights[name]}
             make_plain(module)
-            vars(module)["_parameters"]["weight"] = weights[name]
+            vars(module)["_parameters"].update(parameters)  # its bias stays
             replaced.append(name)
 
     merge_into(twin, in_float32=True)
