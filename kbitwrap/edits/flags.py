@@ -30,12 +30,14 @@ class FlagsChange:
         Those that others set while the model was suspended stay.
         """
         for record, parameter in self._found(tree):
-            flag, now = self.flags[record], parameter.requires_grad
-            was_left = self._left is None or now == self._left[record]
-            if was_left and now != flag and parameter.is_leaf:
-                # the mode that it was made in
-                with torch.inference_mode(parameter.is_inference()):
-                    parameter.requires_grad_(flag)
+            flag = self.flags[record]
+            now = parameter.requires_grad
+            is_others = self._left is not None and now != self._left[record]
+            if is_others or now == flag or not parameter.is_leaf:
+                continue
+            # Only in the mode that it was made in can its flag be set.
+            with torch.inference_mode(parameter.is_inference()):
+                parameter.requires_grad_(flag)
 
     def now(self, tree: ModelTree) -> FlagsChange:
         """Record the current flags."""

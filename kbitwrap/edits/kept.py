@@ -120,6 +120,7 @@ class KeptChange:
         # these stay.
         resized = [tensor.path for _, tensor in tree.resized(self._records)]
         around = {id(node.module) for node in tree.nodes if _holds_any(node, resized)}
+        # the names of what was put back, by module
         found: dict[nn.Module, list[str]] = {}
         for number, module in self._index.live() + self._index.substitutes(tree):
             kept = self._kept.get(number)
@@ -261,19 +262,20 @@ def _put_back(
     if only_tensors and not with_tensors:
         return []
 
+    # New plain values are a forward's where it left a new tensor too.
     if not any(one.was is MISSING for one in with_tensors):
         differences = [one for one in differences if one.was is not MISSING]
 
     names = []
     for one in differences:
-        was = one.was
-        if isinstance(was, _Cache):
-            was = was.contents.copy() if is_shared else was.refilled()
+        value = one.was
+        if isinstance(value, _Cache):
+            value = value.contents.copy() if is_shared else value.refilled()
         is_buffer = one.place is module._buffers
-        if is_buffer and _are_tensors(was, one.found):
+        if is_buffer and _are_tensors(value, one.found):
             # Buffers stay on the device that the model was moved to.
-            was = was.to(one.found.device)
-        write_attribute(one.place, one.name, was)
+            value = value.to(one.found.device)
+        write_attribute(one.place, one.name, value)
         if is_buffer and one.was_moved():
             continue
         names.append(one.name)
@@ -295,7 +297,7 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
                 continue
             is_saved = name not in module._non_persistent_buffers_set
             if place is module._buffers and is_saved and _are_alike(there, was):
-                continue
+                continue  # it was trained or moved
             found.append(_Difference(place, name, there, was))
 
     return found

@@ -156,18 +156,21 @@ class RuntimeChange(HeldOriginal):
             self.write(weight, in_other_layout(weight, quant_state))
 
         owners = state_owners(module, weight)
+        # A layer may have moved a tensor from one of its owners to another.
         tensors = _by_memory([owner.fields() for owner in owners])
-        recorded = [owner for owner in owners if owner.name in self._state]
-        found = [
-            _with_tensors(self._state[owner.name], owner.fields(), tensors)
-            for owner in recorded
-        ]
+        before = []
+        for owner in owners:
+            if owner.name in self._state:
+                recorded = self._state[owner.name]
+                fields = _with_tensors(recorded, owner.fields(), tensors)
+                before.append((owner, fields))
+
         # All are written before any is removed: a field may be all that holds a tensor
         # of another.
-        for owner, fields in zip(recorded, found, strict=True):
+        for owner, fields in before:
             vars(owner.holder).update(fields)
 
-        for owner, fields in zip(recorded, found, strict=True):
+        for owner, fields in before:
             owner.replace(fields)
 
     def now(self, tree: ModelTree) -> RuntimeChange:

@@ -87,21 +87,20 @@ class Copies:
         )
 
     def _stood_for(self, tensor: NamedTensor) -> ParameterRecord | None:
-        """The record whose dtype a copy is to have.
+        """The record of the base's parameter whose dtype a copy of its name is to have.
 
-        What others did to it they did to the one that it has the name of.
-
-        That one has the dtype of an adapter's copy, or the copy has taken its place.
-        What a user put there is the user's, whatever its dtype.
+        It is ``None`` for what a user put there, whatever its dtype.
         """
         named = self._original.base.get(tensor.fqn)
         if named is None:
             return None
         if named in self._there:
+            # An adapter's copy beside the original: who cast the one cast the other.
             is_cast_alike = self._there[named].dtype == tensor.parameter.dtype
             return named if is_cast_alike and self._is_adapters(tensor) else None
         if self._is_adapters(tensor) or named in self._tree.sharded.values():
             return None
+        # In the place of the original: a copy has its mark, a user's module none.
         is_copy = self._original.records.mark_of(tensor.module) is not None
         return named if is_copy else None
 

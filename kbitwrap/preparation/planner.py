@@ -244,7 +244,7 @@ class Planner(Casts):
         What is one memory, seen in one way, counts once.
         """
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
-        seen = set()  # what is one memory seen in one way counts once
+        seen = set()
         for tensor in self.tree.tensors:
             parameter = tensor.parameter
             row = rows[self.role(tensor)]

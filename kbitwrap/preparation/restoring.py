@@ -123,7 +123,7 @@ class Restoring:
             if not copy.is_base:
                 trained.append(copy.fqn)
             elif copy.record not in ours:
-                put_back.append(copy.fqn)
+                put_back.append(copy.fqn)  # cast by others
         trained += changes.trained
         replaced += [fqn for fqn in changes.replaced if fqn in original.base]
         replaced += changes.drifted
