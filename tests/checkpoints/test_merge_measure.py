@@ -301,9 +301,10 @@ def test_a_head_that_loading_would_make_anew_is_missing(merges: Callable[[str], 
     assert "lm_head.weight" in finding.evidence
 
 
-def test_requantized_weights_say_what_is_left(merges: Callable[[str], Run], tmp_path: Path) -> None:
-    run = merges("llama")
-    PeftModel.from_pretrained(zoo.load("llama"), run.folder / "adapter").merge_and_unload().save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["llama", "opt"])  # the latter's layers have biases
+def test_requantized_weights_say_what_is_left(name: str, merges: Callable[[str], Run], tmp_path: Path) -> None:
+    run = merges(name)
+    PeftModel.from_pretrained(zoo.load(name), run.folder / "adapter").merge_and_unload().save_pretrained(tmp_path)
     report = run.examine(tmp_path)
     (finding,) = report.findings
     assert finding.what == "an adapter was merged into 4-bit weights"
