@@ -15,7 +15,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -82,11 +82,7 @@ def export_model(
         merged = Merged((), {})
         with gathering.agreeing():
             if gathering.is_sharded and merge_adapters:
-                raise UnsupportedModelError(
-                    "the adapters of a sharded model cannot be merged; export() the "
-                    "base, save the adapters, then load both in one process and merge "
-                    "there"
-                )
+                _refuse_sharded_merge()
             refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
             if live is not model:
                 tree = _tree_of(live, model, preparation)
@@ -123,6 +119,13 @@ def export_model(
             )
 
         return gathering.lead(write)
+
+
+def _refuse_sharded_merge() -> NoReturn:
+    raise UnsupportedModelError(
+        "the adapters of a sharded model cannot be merged; export() the base, save the "
+        "adapters, then load both in one process and merge there"
+    )
 
 
 def _warn_of_merge(merged: Merged) -> None:

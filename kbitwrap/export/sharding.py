@@ -236,8 +236,15 @@ class Gathering:
         return result
 
     def _follow(self) -> Any:
-        while isinstance(message := _tell(None), int):
+        """Gather what rank 0 announces, and return or raise what it did.
+
+        It announces each tensor by its number. Last it tells the class of its error, or
+        ``None``, with the message or the result.
+        """
+        message = _tell(None)
+        while isinstance(message, int):
             self._gather(self._tensors[message])
+            message = _tell(None)
         self._open(None)
         error, result = message
         if error is not None:
@@ -245,6 +252,7 @@ class Gathering:
         return result
 
     def _gather(self, one: _Sharded) -> Tensor:
+        """The whole of a parameter; all ranks gather it together."""
         if one.unit is not None:
             self._open(one.unit)
             if one.parameter.shape != one.shape:
