@@ -186,7 +186,8 @@ def command(
         doing = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
         status = write(merge, doing, as_json=json_)
         if status == EXIT_DONE and check:
-            say(f"checked: the files in {out} are what a merge of the two is")
+            wanted = "the base" if adapter is None else "a merge of the two"
+            say(f"checked: the files in {out} are what {wanted} is")
         if adapter is None:
             return status
         if status == EXIT_DONE:

@@ -357,6 +357,12 @@ def test_merge_writes_the_dequantized_base_alone(capsys: pytest.CaptureFixture[s
     assert torch.equal(found, base_weight(layer).to(torch.bfloat16))
 
 
+def test_a_checked_base_alone_is_not_called_a_merge(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ["--no-adapter", "--quant", "nf4", "--dtype", "bfloat16", "--device", "cpu", "--check"]
+    assert main(["merge", str(zoo.checkpoint("llama")), "--out", str(tmp_path / "out"), *options]) == 0
+    assert "are what the base is" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
