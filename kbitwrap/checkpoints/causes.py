@@ -71,11 +71,13 @@ def is_right(figures: Figures) -> bool:
 def _explains(against: Against, figures: Figures) -> bool:
     delta = figures.delta
     num_elements = math.prod(figures.shape)
-    if figures.is_quantized:
+    if figures.stored is not None:
         if not delta:
             return against.off <= _OF_QUANTIZED**2 * against.size
-        # Rounding to the nearest code of 4 bits takes most of a delta, and is off by no
-        # more; rounding at random is off by more, and takes nothing.
+        # With scales of its own a weight of 4 bits was rounded to the nearest codes, by
+        # which most of a delta is lost; with the base's, its codes were chosen.
+        if figures.num_bits == 4 and not figures.stored.has_base_scales:
+            return False
         deviation = math.sqrt(against.off / num_elements / delta)
         difference = abs(against.kept(delta) - 1)
         return difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation

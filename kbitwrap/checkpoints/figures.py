@@ -115,6 +115,20 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """The quantized storage of a tensor.
+
+    Attributes:
+        dtype: The dtype of its codes.
+        has_base_scales: Whether its statistics are the base's, in which case its codes
+            alone were changed.
+    """
+
+    dtype: torch.dtype
+    has_base_scales: bool
+
+
+@dataclass(frozen=True)
 class Figures:
     """The figures of one tensor.
 
@@ -122,7 +136,7 @@ class Figures:
         fqn: Its name.
         shape: Its shape.
         dtype: The dtype that it is stored in.
-        is_quantized: Whether it is stored quantized.
+        stored: The way that it is stored quantized; ``None`` where it is not.
         was_quantized: Whether it was quantized in training.
         delta: The squared length of the adapter's delta; 0 where it has none.
         trained: The tensor against the weights that were trained on.
@@ -140,7 +154,7 @@ class Figures:
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_quantized: bool
+    stored: Stored | None
     was_quantized: bool
     delta: float
     trained: Against
@@ -150,6 +164,11 @@ class Figures:
     base_codes: float = 0.0
     likelier: float | None = None
     matrices: Sequence[Figures] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is stored quantized."""
+        return self.stored is not None
 
     @property
     def leaves(self) -> Sequence[Figures]:
@@ -190,7 +209,7 @@ def compare(
     original: Tensor | None,
     *,
     dtype: torch.dtype,
-    stored: torch.dtype | None,
+    stored: Stored | None,
     was_quantized: bool,
 ) -> Figures:
     """Compare one tensor of a merged model with its expected values and its references.
@@ -202,7 +221,7 @@ def compare(
         trained: The weight that was trained on, of its shape.
         original: The weight in the base's files, or ``None``.
         dtype: The dtype that the model computes in, which a merge may round to.
-        stored: The dtype of quantized storage that ``found`` was dequantized from.
+        stored: The quantized storage that ``found`` was dequantized from.
         was_quantized: Whether the weight was quantized in training.
     """
     coarser = max(dtype, found.dtype, key=lambda one: torch.finfo(one).eps)
@@ -229,8 +248,8 @@ def compare(
         return Figures(
             name,
             shape,
-            found.dtype if stored is None else stored,
-            stored is not None,
+            found.dtype if stored is None else stored.dtype,
+            stored,
             was_quantized,
             total.delta,
             trained,

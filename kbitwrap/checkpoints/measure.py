@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from ..config import StrPath
 from ..export.plain import is_transposed
 from ..model.quantization import (
+    codes_of,
     is_quantized_layer,
     quantized_layer,
     share_of_codes,
@@ -36,7 +37,7 @@ from .causes import (
     is_right,
     of_requantized,
 )
-from .figures import Figures, compare
+from .figures import Figures, Stored, compare
 from .sides import (
     MergedSide,
     Names,
@@ -44,6 +45,7 @@ from .sides import (
     merged_onto,
     original_tensors,
     plain_side,
+    stored_dtype,
 )
 
 # The least difference from both references, as a part of their length, by which a wrong
@@ -459,9 +461,16 @@ class _Measuring:
 
         return None
 
-    def _stored(self, fqn: str) -> torch.dtype | None:
-        """The dtype of a tensor's codes, which a model has by its own names, not those in files."""
-        return self.merged.stored.get(self._names_in_model.get(fqn, fqn))
+    def _stored(self, fqn: str) -> Stored | None:
+        """The way that the checkpoint stores a tensor quantized."""
+        name = self._names_in_model.get(fqn, fqn)
+        layer = self.merged.layers.get(name)
+        dtype = None if layer is None else stored_dtype(layer)
+        if layer is None or dtype is None:
+            return None
+
+        base = self.quantized.get(name)
+        return Stored(dtype, base is not None and _has_scales_of(layer, base))
 
     def _trained(self, fqn: str) -> Tensor:
         before = self.before.saved.get(fqn)
@@ -509,6 +518,15 @@ class _Measuring:
                 is_told = self._found[known] is tensor
             if not is_told:
                 self.wrong[name] = UNKNOWN, ""
+
+
+def _has_scales_of(layer: nn.Module, base: nn.Module) -> bool:
+    """Whether a layer of bitsandbytes has the statistics of the base's."""
+    if not is_quantized_layer(layer):
+        return False
+
+    own, other = codes_of(layer), codes_of(quantized_layer(base))
+    return own is not None and other is not None and own.has_scales_of(other)
 
 
 def _last_two(name: str) -> str:

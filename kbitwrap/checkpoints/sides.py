@@ -76,14 +76,14 @@ class MergedSide:
     Attributes:
         where: Its folder, or its class.
         tensors: Its tensors, dequantized, by their names.
-        stored: The dtypes of those that are stored quantized.
+        layers: The quantized layers of those that are stored quantized.
         ties: The names that loading ties, by group; ``None`` where that is not known.
         dtype: The dtype that its config names, or that it has live.
     """
 
     where: str
     tensors: Mapping[str, Tensor]
-    stored: Mapping[str, torch.dtype]
+    layers: Mapping[str, nn.Module]
     ties: list[list[str]] | None
     dtype: torch.dtype | None
 
@@ -104,15 +104,14 @@ def read_merged(path: Path) -> MergedSide:
 def walk_merged(model: Any, where: str) -> MergedSide:
     """A live model that something was merged into."""
     bare, _ = unwrap(model)
-    stored = {}
+    layers = {}
     for node in ModelTree(bare).base:
-        dtype = _stored_dtype(node.module)
-        if dtype is not None:
-            stored[join(node.fqn, "weight")] = dtype
+        if stored_dtype(node.module) is not None:
+            layers[join(node.fqn, "weight")] = node.module
 
     side = plain_side(bare, is_merged=False)
     dtype = getattr(bare, "dtype", None)
-    return MergedSide(where, side.saved, stored, tied_names(bare), dtype)
+    return MergedSide(where, side.saved, layers, tied_names(bare), dtype)
 
 
 class Names:
@@ -136,7 +135,7 @@ class Names:
         return next((one for one in tried if one in self._known), None)
 
 
-def _stored_dtype(module: nn.Module) -> torch.dtype | None:
+def stored_dtype(module: nn.Module) -> torch.dtype | None:
     """The dtype that a quantized layer keeps its codes in.
 
     ``None`` of a layer that is not quantized.

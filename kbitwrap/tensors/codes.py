@@ -112,6 +112,12 @@ class Codes:
         self._below = _ByByte(_ONE / below[places[codes]])
         self._names = _ByByte(self._pack(names[codes]).int().unsqueeze(1))
 
+    def has_scales_of(self, other: Codes) -> bool:
+        """Whether the same codes are the same values in both."""
+        return torch.equal(self._values, other._values) and torch.equal(
+            self._scales, other._scales
+        )
+
     @property
     def per_byte(self) -> int:
         """The number of codes in a byte."""
