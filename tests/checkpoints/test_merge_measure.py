@@ -19,7 +19,7 @@ from kbitwrap.checkpoints.causes import Causes, is_right
 from kbitwrap.checkpoints.figures import Figures, compare
 from support import zoo
 from support.files import tensors_of
-from support.merges import Run, Tensors, change, make_run, reload_and_merge
+from support.merges import Run, Tensors, change, load, make_run, reload_and_merge
 from support.thorough import few
 
 NAMES = ("llama", "gemma2", "mixtral", "gpt2")
@@ -304,7 +304,7 @@ def test_a_head_that_loading_would_make_anew_is_missing(merges: Callable[[str], 
 @pytest.mark.parametrize("name", ["llama", "opt"])  # the latter's layers have biases
 def test_requantized_weights_say_what_is_left(name: str, merges: Callable[[str], Run], tmp_path: Path) -> None:
     run = merges(name)
-    PeftModel.from_pretrained(zoo.load(name), run.folder / "adapter").merge_and_unload().save_pretrained(tmp_path)
+    PeftModel.from_pretrained(load(name), run.folder / "adapter").merge_and_unload().save_pretrained(tmp_path)
     report = run.examine(tmp_path)
     (finding,) = report.findings
     assert finding.what == "an adapter was merged into 4-bit weights"
@@ -348,7 +348,7 @@ def test_a_quantized_merge_of_another_multiple_of_the_delta_is_found(
 
 def test_a_quantized_merge_that_cannot_be_loaded_is_a_finding(merges: Callable[[str], Run], tmp_path: Path) -> None:
     run = merges("llama")
-    zoo.load("llama").save_pretrained(tmp_path / "merged")
+    load("llama").save_pretrained(tmp_path / "merged")
     tensors = tensors_of(tmp_path / "merged")
     stored = {fqn: tensor for fqn, tensor in tensors.items() if not fqn.endswith("q_proj.weight.absmax")}
     save_file(stored, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
@@ -413,7 +413,7 @@ def test_a_merge_onto_the_original_weights_is_told_where_only_4_bits_are_at_hand
 ) -> None:
     run = merges(name)
     merged = reload_and_merge(run, torch.bfloat16, tmp_path / "merged")
-    zoo.load(name).save_pretrained(tmp_path / "base")
+    load(name).save_pretrained(tmp_path / "base")
     report = doctor(merged, base=tmp_path / "base", adapter=run.folder / "adapter")
     assert report.findings == ()
     assert report.merge is not None

@@ -89,7 +89,7 @@ METHODS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 def test_every_method_that_peft_merges_is_measured(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model_class = transformers.LlamaForCausalLM
-    base = model_class.from_pretrained(zoo.checkpoint("llama"), dtype=torch.bfloat16)
+    base = model_class.from_pretrained(zoo.checkpoint("llama"), dtype=torch.bfloat16, num_hidden_layers=1)
     base.save_pretrained(tmp_path / "base")
     torch.manual_seed(0)
     adapted = get_peft_model(base, METHODS[method])

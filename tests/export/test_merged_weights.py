@@ -32,7 +32,7 @@ from support.layers import LARGE_LAYERS, adapted_layers, layer_of
 from support.memory import allocations, peak
 from support.merging import base_weight, jitter
 from support.snapshot import Snapshot, tensor_digest
-from support.thorough import few
+from support.thorough import as_thorough, few
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -76,16 +76,16 @@ def assert_as_exported(wrapper: KbitPreparedModel, folder: Path, found: Named, *
 @pytest.mark.parametrize(
     ("name", "quant", "precision"),
     [
-        ("llama", "nf4", "norms"),
+        as_thorough(("llama", "nf4", "norms")),
         ("llama", "int8", "full"),
         ("gemma2", "nf4-double", "full"),  # tied
         ("gpt2", "nf4", "compute"),  # transposed, tied
-        ("gpt2", "int8", "norms"),
+        as_thorough(("gpt2", "int8", "norms")),
         ("mixtral", "nf4", "full"),  # experts, split and renamed by save_pretrained
         ("dbrx", "nf4", "compute"),
         ("t5", "int8", "norms"),
         ("whisper", "fp4", "norms"),
-        ("bert", "nf4", "full"),
+        as_thorough(("bert", "nf4", "full")),
         ("qwen2_vl", "nf4", "norms") if "qwen2_vl" in zoo.ARCHITECTURES else ("paligemma", "nf4", "norms"),
     ],
 )

@@ -64,6 +64,11 @@ class Cell:
             fields = {"gradient_checkpointing_kwargs": {"use_reentrant": self.checkpointing}}
         return fields | {k: v for k in ("head", "head_chunk_bytes") if (v := getattr(self, k)) is not None}
 
+    def load(self) -> Any:
+        """The model; a llama that is not predicted from its files has one layer."""
+        num_layers = 1 if self.name == "llama" and self.source == "model" else None
+        return zoo.load(self.name, self.quant, DTYPES[self.dtype], num_hidden_layers=num_layers)
+
     @property
     def settings(self) -> dict[str, Hashable]:
         """The values of the settings that are combined with one another."""
@@ -93,7 +98,7 @@ class Cell:
 
 def adapted(cell: Cell) -> Any:
     """The model of a cell, prepared and with its adapters."""
-    model: Any = zoo.load(cell.name, cell.quant, DTYPES[cell.dtype])
+    model: Any = cell.load()
     if cell.way == "peft":
         names = {"gradient_checkpointing": "use_gradient_checkpointing"}
         model = prepare_model_for_kbit_training(model, **{names.get(k, k): v for k, v in cell.fields.items()})
@@ -134,7 +139,7 @@ def predicted(cell: Cell, batch: Mapping[str, torch.Tensor]) -> StepMemory:
     dtype = DTYPES[cell.dtype]
     source: Any
     if cell.source == "model":
-        source, options = zoo.load(cell.name, cell.quant, dtype), {}
+        source, options = cell.load(), {}
     else:
         source, options = zoo.checkpoint(cell.name), {"dtype": dtype}
         if cell.quant is not None:

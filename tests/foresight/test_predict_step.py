@@ -16,7 +16,7 @@ REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and withou
 
 def tracked(name: str, way: str, batch: zoo.Batch, lora: Any, **fields: Any) -> StepTracker:
     """A real second step."""
-    model: Any = zoo.load(name, quant="nf4")
+    model: Any = zoo.load(name, num_hidden_layers=1)
     prepared = KbitPreparedModel(model, precision=way, **fields).prepare()
     model = get_peft_model(model, lora)
     prepared.adopt(model)
@@ -59,7 +59,7 @@ ADAPTERS: dict[str, tuple[str, str, Any]] = {
 def test_a_step_with_other_adapters_and_originals_kept_equals_the_real_one_to_the_byte(kind: str) -> None:
     name, way, adapters = ADAPTERS[kind]
     fields = {"keep_originals": True, "audit": True}
-    model = zoo.load(name, quant="nf4")
+    model = zoo.load(name, num_hidden_layers=1)
     batch = zoo.inputs(name, model)
     predicted = predict_step(
         model, precision=way, batch_size=2, seq_len=12, inputs=batch, lora=adapters, kernels="cpu", **fields
@@ -69,7 +69,7 @@ def test_a_step_with_other_adapters_and_originals_kept_equals_the_real_one_to_th
 
 def test_pefts_own_function_is_predicted_where_a_drop_in_stands_in_its_place() -> None:
     def predicted() -> StepMemory:
-        model = zoo.load("llama", quant="nf4")
+        model = zoo.load("llama", num_hidden_layers=1)
         options = {"gradient_checkpointing_kwargs": REENTRANT, "kernels": "cpu", "optimizer": "sgd"}
         lora = zoo.lora_config("llama", target_modules=["q_proj"])
         return predict_step(model, precision="peft", batch_size=1, seq_len=8, lora=lora, **options)

@@ -61,14 +61,14 @@ CELLS = [
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
 @pytest.mark.parametrize("cell", few(CELLS, [CELLS[0], CELLS[3]]), ids=str)
 def test_a_prediction_changes_nothing_and_leaves_nothing(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.load(cell.name, cell.quant)
+    model = cell.load()
     batch = zoo.inputs(cell.name, model)
     if CELLS.index(cell) % 2:  # half of the models have run
         model.train()
         model(**batch).loss.backward()
         model.zero_grad()
     before, process = Snapshot(model), process_state()
-    monkeypatch.setattr(zoo, "load", lambda *_: model)
+    monkeypatch.setattr(zoo, "load", lambda *_, **__: model)
     try:
         predicted(cell, batch)
     except UnsupportedModelError:
@@ -83,11 +83,11 @@ def test_a_prediction_changes_nothing_and_leaves_nothing(cell: Cell, monkeypatch
 def test_a_model_that_has_run_is_predicted_like_a_new_one(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell("llama", quant=quant)
     tracker, batch = tracked(cell)
-    model = zoo.load("llama", quant)
+    model = cell.load()
     model.train()
     model(**batch).loss.backward()
     model.zero_grad()
-    monkeypatch.setattr(zoo, "load", lambda *_: model)
+    monkeypatch.setattr(zoo, "load", lambda *_, **__: model)
     assert figures(predicted(cell, batch)) == figures(tracker)
 
 
@@ -152,7 +152,7 @@ def test_a_plain_module_is_predicted_from_the_shapes_of_its_inputs() -> None:
 def test_adapters_that_the_model_has_are_kept() -> None:
     cell = Cell("llama")
     tracker, batch = tracked(cell)
-    model: Any = get_peft_model(zoo.load("llama"), cell.lora)
+    model: Any = get_peft_model(cell.load(), cell.lora)
     assert figures(predict_step(model, inputs=batch, **BATCH)) == figures(tracker)
     with pytest.raises(ConfigError, match="adapters already"):
         predict_step(model, inputs=batch, lora=cell.lora, **BATCH)

@@ -60,13 +60,17 @@ class Run:
         return doctor(merged, base=self.folder / "base", adapter=self.folder / "adapter")
 
 
+def load(name: str, quant: str | None = "nf4", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model of a run, loaded from the zoo; a llama has one layer, as most runs are of one."""
+    return zoo.load(name, quant, dtype, num_hidden_layers=1 if name == "llama" else None)
+
+
 def make_run(name: str, folder: Path, **settings: Any) -> Run:
-    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
-    model_class.from_pretrained(zoo.checkpoint(name), dtype=torch.bfloat16).save_pretrained(folder / "base")
+    load(name, None).save_pretrained(folder / "base")
     # what the adapter's merge is without a delta, with it, and with another adapter's
     for seed, merged in enumerate(("trained", "merged", "other")):
         torch.manual_seed(0)
-        model = zoo.load(name)
+        model = load(name)
         config = zoo.lora_config(name, target_parameters=EXPERTS.get(name), init_lora_weights=True, **settings)
         with KbitPreparedModel(model, **zoo.fields(name)) as prepared:
             adapted = get_peft_model(model, config)
