@@ -51,10 +51,10 @@ def adapters(model: Any) -> torch.Tensor:
 
 def test_the_loop_trains_as_trls_trainer_does(tmp_path: Path) -> None:
     text = loss.read_text(SETTINGS)
-    loss._pretrain(text, SETTINGS, seed=0).bfloat16().save_pretrained(tmp_path / "base")
+    loss.pretrain(text, SETTINGS, seed=0).bfloat16().save_pretrained(tmp_path / "base")
     folder = str(tmp_path / "base")
     exact = loss._adapt(loss._exact(folder, SETTINGS), SETTINGS)
-    run = loss._Run("none", SETTINGS, 0, folder, exact)
+    run = loss.Run("none", SETTINGS, 0, folder, exact)
     first = adapters(run.model)
     values = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
     found = run.train(text)
