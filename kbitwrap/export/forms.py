@@ -64,14 +64,11 @@ class MergeForm:
                 f"seed: expected an integer that is not negative, found {self.seed!r}"
             )
 
-    def of(self, quantization: Quantization) -> MergeForm:
-        """The form of a model that is quantized so.
-
-        Raise `ExportError` where its layers cannot stay quantized.
-        """
+    def refuse_others(self, quantization: Quantization) -> None:
+        """Raise `ExportError` where the layers of a model cannot stay quantized."""
         is_bitsandbytes = quantization.is_quantized and quantization.casts
         if self.merge_as == HALF or is_bitsandbytes:
-            return self
+            return
 
         found = "not quantized"
         if quantization.is_quantized:

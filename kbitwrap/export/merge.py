@@ -89,7 +89,8 @@ def merge_into(
             "cannot be dequantized here, and so not merged; export without merging"
         )
 
-    form = (form or MergeForm()).of(tree.quantization)
+    form = form or MergeForm()
+    form.refuse_others(tree.quantization)
     size = num_bytes(twin.model) if form.merge_as == MIXED else 0
     places = [tree.places(tensor) for tensor in tree.tensors]
     dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
@@ -99,10 +100,12 @@ def merge_into(
     tallies: dict[str, Tally] = {}
     for merge in merges:
         merge.in_float32 = in_float32
-        if form.merge_as == QUANTIZED and merge.copy is None:
+        # Where a trained copy takes the place of a layer there are no codes to choose.
+        is_random = form.merge_as == QUANTIZED and merge.copy is None
+        if is_random and is_quantized_layer(merge.original):
             merge.seed = form.seed
-        is_random = merge.seed is not None and is_quantized_layer(merge.original)
-        merge.tallies = tallies if is_tallied or is_random else None
+        if is_tallied or merge.seed is not None:
+            merge.tallies = tallies
 
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():

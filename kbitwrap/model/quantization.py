@@ -398,15 +398,12 @@ class _FourBitRows:
     """Computes rows of a 4-bit weight, and holds that as long as it is there."""
 
     def __init__(self, weight: torch.Tensor, state: Any) -> None:
-        functional: Any = sys.modules["bitsandbytes.functional"]
         self._weight = weight
         codes = weight.detach().as_subclass(torch.Tensor)
         self._codes = codes.view(torch.uint8).reshape(-1, 1)
         self._state = copy.copy(state)
-        if state.nested:
-            absmax = functional.dequantize_blockwise(state.absmax, state.state2)
-            self._state.absmax = absmax + state.offset
-            self._state.nested = False
+        self._state.absmax = _scales_of_blocks(state)
+        self._state.nested = False
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         functional: Any = sys.modules["bitsandbytes.functional"]
@@ -441,6 +438,16 @@ def _scales_of_rows(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return scales.to(weight.device)  # type: ignore[no-any-return]
 
 
+def _scales_of_blocks(state: Any) -> torch.Tensor:
+    """The scales of a 4-bit weight's blocks, which double quantization stores in 8 bits."""
+    scales: torch.Tensor = state.absmax
+    if not state.nested:
+        return scales
+
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    return functional.dequantize_blockwise(scales, state.state2) + state.offset  # type: ignore[no-any-return]
+
+
 def codes_of(module: nn.Module) -> Codes | None:
     """The codes of a bitsandbytes layer's weight.
 
@@ -458,16 +465,10 @@ def codes_of(module: nn.Module) -> Codes | None:
     if state is None:
         return None
 
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    scales = state.absmax
-    if state.nested:
-        nested = functional.dequantize_blockwise(state.absmax, state.state2)
-        scales = nested + state.offset
-
     values = state.code.float().clone()
     [zeros] = (values == 0).nonzero(as_tuple=True)
     values[zeros[1:]] = -_NEXT_TO_ZERO  # fp4 has a -0, which stays another code
-    return Codes(stored, values, scales.float(), state.blocksize)
+    return Codes(stored, values, _scales_of_blocks(state).float(), state.blocksize)
 
 
 def is_made_plain(module: nn.Module) -> bool:

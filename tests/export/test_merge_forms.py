@@ -14,7 +14,7 @@ import transformers
 from peft import get_peft_model
 from torch import nn
 
-from kbitwrap import ConfigError, ExportError, ExportReport, KbitPreparedModel, merge_checkpoint
+from kbitwrap import ConfigError, ExportError, KbitPreparedModel, merge_checkpoint
 from support import zoo
 from support.files import read, tensors_of
 from support.merging import assert_same_model, base_weight, export, layers_of, load, lora_weight
@@ -34,15 +34,6 @@ def adapted(name: str, quant: str, **settings: Any) -> tuple[nn.Module, nn.Modul
             if "lora_B" in fqn:
                 parameter += 0.005 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     return model, adapter
-
-
-def export_of(name: str, quant: str, folder: Path, **options: Any) -> ExportReport:
-    model, adapter = adapted(name, quant)
-    return export(adapter, folder, base=model, **options)
-
-
-def codes_of(folder: Path, fqn: str) -> torch.Tensor:
-    return tensors_of(folder)[f"{fqn}.weight"]
 
 
 @pytest.mark.parametrize("quant", QUANTS)
