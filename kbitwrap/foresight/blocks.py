@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 # An attribute that says where a block is: those of two blocks of one kind differ in it.
 _PLACE = re.compile(r"(^|_)(idx|index|id|number|layer)$")
+# A setting that lists blocks by number: what a model does with them is not in them.
+_NUMBERS = re.compile(r"_(indexes|indices)$")
 # Values of settings that are compared; of others, the classes are.
 _PLAIN = (
     bool,
@@ -211,14 +213,16 @@ class Blocks:
         # get a gradient, once.
         holders = Counter(
             id(tensor)
-            for blocks, _ in found
+            for blocks, *_ in found
             for block in blocks
             for tensor in block.parameters()
         )
         self.stacks = []
         self._owners: dict[int, Part] = {}
-        for number, (blocks, config) in enumerate(found):
+        for number, (blocks, config, holder) in enumerate(found):
             kinds = _kinds(blocks, holders)
+            if _is_numbered(len(blocks), config, holder):
+                kinds = list(range(len(blocks)))
             stack = Stack(
                 number,
                 blocks,
@@ -437,14 +441,38 @@ def _effect(run: Run | None) -> Any:
     return None if run is None else (run.mark.phase, run.net, run.at_peak)
 
 
-def _outermost(module: nn.Module, config: Any) -> Iterator[tuple[nn.ModuleList, Any]]:
-    """The lists of modules that lie in no other, each with the config of the module around it."""
+def _outermost(
+    module: nn.Module, config: Any
+) -> Iterator[tuple[nn.ModuleList, Any, nn.Module]]:
+    """The lists of modules that lie in no other, each with the config of the module around it, and that module."""
     config = getattr(module, "config", config)
     for child in module.children():
         if isinstance(child, nn.ModuleList) and len(child) > 1:
-            yield child, config
+            yield child, config, module
         else:
             yield from _outermost(child, config)
+
+
+def _is_numbered(num_blocks: int, config: Any, holder: nn.Module) -> bool:
+    """Whether a model tells blocks of a stack apart by their numbers, such as those that attend to whole images.
+
+    Args:
+        num_blocks: How many blocks the stack has.
+        config: The config around it.
+        holder: The module that runs it.
+    """
+    settings = dict(vars(holder))
+    for name, value in getattr(config, "__dict__", {}).items():
+        if _NUMBERS.search(name):
+            settings[name] = value
+    return any(_are_numbers(value, num_blocks) for value in settings.values())
+
+
+def _are_numbers(value: Any, num_blocks: int) -> bool:
+    """Whether a setting lists some blocks of a stack by their numbers."""
+    if not isinstance(value, (list, tuple)) or not 0 < len(value) < num_blocks:
+        return False
+    return all(type(one) is int and 0 <= one < num_blocks for one in value)
 
 
 def _kinds(blocks: nn.ModuleList, holders: Mapping[int, int]) -> list[int]:

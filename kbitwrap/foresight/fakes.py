@@ -233,6 +233,8 @@ class KnownValues(TorchDispatchMode):
         if self._is_for_real(func, args, kwargs):
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        if name == "aten::index.Tensor":
+            args = args[0], self._positions(args[1])
         answer = _is_finite(name, args)
         if answer is not None:
             self.has_assumed = True
@@ -262,7 +264,21 @@ class KnownValues(TorchDispatchMode):
             made = tensors
         else:
             made = tensors_in(func(*args, **kwargs))
-        return all(tensor.nbytes <= _LARGE for tensor in made)
+        # a large one that is known was given, such as images
+        most = max([_LARGE, *(tensor.nbytes for tensor in tensors)])
+        return all(tensor.nbytes <= most for tensor in made)
+
+    def _positions(self, indices: Any) -> list[Any]:
+        """The indices, with the positions that known masks select in place of these."""
+        positions: list[Any] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool
+            if not is_mask or not self._is_known(index):
+                positions.append(index)
+                continue
+            with _disable_current_modes():
+                positions += index.nonzero().unbind(1)
+        return positions
 
     def _forget(self, tensor: Tensor) -> None:
         """Note that the values of a real tensor are not known, for as long as its memory lives."""

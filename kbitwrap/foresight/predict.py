@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..config import Precision, PrepareConfig, parse_bytes
 from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
+from .batch import MOST_TOKENS, batch_shape, complete, make_batch
 from .blocks import Blocks
 from .budget import largest
 from .fakes import OPERATION, FakeModel, TooLongError
@@ -29,8 +27,6 @@ from .unknown import Unknown, sampled_bytes, unknowns
 
 # the default dtype, and what transformers is told, are those of the process
 _ONE_AT_A_TIME = threading.RLock()
-# of a batch, whose ids are real tensors: what models ask of more is not computed
-_MOST_TOKENS = 1 << 20
 _OVER_EVERY_BUDGET = 1 << 80  # bytes
 
 
@@ -38,8 +34,8 @@ def predict_step(
     model_or_name_or_config: Any,
     *,
     precision: Precision | str = Precision.NORMS,
-    batch_size: int,
-    seq_len: int,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
     inputs: Mapping[str, Any] | None = None,
     lora: Any = None,
     quantization_config: Any = None,
@@ -61,11 +57,12 @@ def predict_step(
             ``config.json`` or config object, as for ``Plan.for_pretrained``.
         precision: A ``Precision`` or its value, or ``"peft"`` for PEFT's own
             ``prepare_model_for_kbit_training``.
-        batch_size: Sequences in the batch.
-        seq_len: Tokens in a sequence.
+        batch_size: Sequences in the batch; ``None`` for those of ``inputs``.
+        seq_len: Tokens in a sequence; ``None`` for those of ``inputs``.
         inputs: What the model is called with, where ``input_ids`` and ``labels``, two
             int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
-            name a ``(shape, dtype)`` or a tensor of integers.
+            name a ``(shape, dtype)`` or a tensor. The output of a processor is taken
+            as it is, with labels of the shape of ``input_ids`` where it has none.
         lora: A config of PEFT; ``None`` for the adapters that the model has, or else
             LoRA of rank 16 on every linear layer.
         quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
@@ -180,15 +177,17 @@ class StepPredictor:
             dtype=dtype,
             fields=fields,
         )
-        self._inputs = inputs
+        self._inputs, self._notes = complete(inputs)
         self._kernels = kernels
         self._on_cuda = kernels == "cuda"
         self._exact = exact
         self._optimizer = OptimizerSteps(optimizer, self._on_cuda)
 
-    def __call__(self, batch_size: int, seq_len: int) -> StepMemory:
+    def __call__(
+        self, batch_size: int | None = None, seq_len: int | None = None
+    ) -> StepMemory:
         """Predict the step of one batch; see ``predict_step``."""
-        _check_batch(batch_size, seq_len)
+        batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
         with _one_at_a_time():
             step = self._step(batch_size, seq_len)
         made = self._made
@@ -203,7 +202,7 @@ class StepPredictor:
             traced_blocks=made.blocks.num_kept,
             num_blocks=made.blocks.num_all,
             unknown=self._unknown(step, batch_size * seq_len),
-            notes=made.fakes.notes,
+            notes=(*made.fakes.notes, *self._notes),
             warnings=(*made.subject.warnings, *self._warnings(seq_len)),
         )
 
@@ -245,7 +244,7 @@ class StepPredictor:
         Returns:
             The number of tokens; 0 where not even one fits.
         """
-        limit = min(self.max_seq_len or _MOST_TOKENS, _MOST_TOKENS // batch_size)
+        limit = min(self.max_seq_len or MOST_TOKENS, MOST_TOKENS // batch_size)
 
         def num_bytes(seq_len: int) -> int:
             try:
@@ -269,12 +268,12 @@ class StepPredictor:
             lambda n: self(n, seq_len).peak_bytes,
             parse_bytes(budget),
             1,
-            _MOST_TOKENS // seq_len,
+            MOST_TOKENS // seq_len,
         )
 
     def _step(self, batch_size: int, seq_len: int) -> Step:
         made = self._made
-        batch = _batch(made.fakes, batch_size, seq_len, self._inputs)
+        batch = make_batch(made.fakes, batch_size, seq_len, self._inputs)
         what = f"the step of {made.subject.name} cannot be followed"
         try:
             with _explained(what):
@@ -321,71 +320,6 @@ class Made:
     fakes: FakeModel
     blocks: Blocks
     has_int8: bool
-
-
-def _check_batch(batch_size: int, seq_len: int) -> None:
-    """Refuse numbers that make no batch, or one that is too large."""
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}: expected a positive number, found {value!r}")
-    if batch_size * seq_len > _MOST_TOKENS:
-        raise ConfigError(
-            f"batch_size and seq_len: expected a batch of at most {_MOST_TOKENS:,} tokens, found {batch_size:,} x "
-            f"{seq_len:,}"
-        )
-
-
-def _batch(
-    fakes: FakeModel, batch_size: int, seq_len: int, inputs: Mapping[str, Any] | None
-) -> dict[str, torch.Tensor]:
-    """The inputs of the step: real where they are integers, so that a model may look at them, and else fake."""
-    shape = (batch_size, seq_len)
-    if inputs is None:
-        ordinary = _ordinary_token(fakes.model)
-        return {
-            name: torch.full(shape, ordinary, dtype=torch.int64)
-            for name in ("input_ids", "labels")
-        }
-    if not isinstance(inputs, Mapping):
-        raise ConfigError(
-            f"inputs: expected tensors or (shape, dtype) by name, found a {type(inputs).__name__}"
-        )
-    batch = {}
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            given = value.detach().to("meta" if value.is_floating_point() else "cpu")
-        else:
-            given = _described(name, value)
-        with fakes.mode:
-            batch[name] = fakes.fake(given) if given.is_meta else given
-    return batch
-
-
-def _described(name: str, value: Any) -> torch.Tensor:
-    """An input of a shape and a dtype: zeros, or on the meta device where its values cannot matter."""
-    try:
-        size, kind = value
-        kind = parse_dtype(kind) if isinstance(kind, str) else kind
-        return torch.zeros(
-            size, dtype=kind, device="meta" if kind.is_floating_point else "cpu"
-        )
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ConfigError(
-            f"inputs: {name}: expected a tensor or (shape, dtype), found {value!r}"
-        ) from error
-
-
-def _ordinary_token(model: nn.Module) -> int:
-    """A token that means nothing special to a model, such as padding."""
-    special: set[Any] = set()
-    config: Any = getattr(model, "config", None)
-    parts = [] if config is None else [config, config.get_text_config()]
-    for part in parts:
-        for name, value in vars(part).items():
-            is_token = name.endswith(("_token_id", "_token_index", "padding_idx"))
-            if is_token and isinstance(value, int):
-                special.add(value)
-    return next(token for token in range(len(special) + 1) if token not in special)
 
 
 @contextlib.contextmanager

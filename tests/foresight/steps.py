@@ -148,6 +148,11 @@ def predicted(cell: Cell, batch: Mapping[str, torch.Tensor]) -> StepMemory:
     if cell.source == "config":
         source = transformers.AutoConfig.from_pretrained(source)
     inputs: Any = None
+    size: dict[str, int] = {}
+    if isinstance(cell.batch, int):
+        size = {"batch_size": zoo.BATCH_SIZE, "seq_len": cell.batch}
+    elif "input_ids" not in batch:
+        size = {"batch_size": zoo.BATCH_SIZE, "seq_len": zoo.SEQUENCE_LENGTH}
     if cell.batch == "tensors":
         inputs = batch
     elif cell.batch == "shapes":
@@ -155,14 +160,13 @@ def predicted(cell: Cell, batch: Mapping[str, torch.Tensor]) -> StepMemory:
     return predict_step(
         source,
         precision=cell.way,
-        batch_size=zoo.BATCH_SIZE,
-        seq_len=cell.batch if isinstance(cell.batch, int) else zoo.SEQUENCE_LENGTH,
         inputs=inputs,
         lora=cell.lora,
         optimizer=cell.optimizer,
         autocast="bfloat16" if cell.autocast else None,
         kernels="cpu",
         exact=True,
+        **size,
         **cell.fields,
         **options,
     )
