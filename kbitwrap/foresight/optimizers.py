@@ -1,4 +1,4 @@
-"""Optimizers by the names that `transformers.TrainingArguments` has for them."""
+"""The steps of optimizers, run on what a model trains."""
 
 from __future__ import annotations
 
@@ -8,21 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
 from .fakes import KnownValues
 from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
-from .quantization import eight_bit_optimizer
+from .optimizer_names import named_optimizer
 from .tracker import Watch, optimizer_tensors
-
-_NAMES = ("adamw_torch", "sgd", "adamw_torch_fused", "adafactor")
-# By library: the bits of the state, and whether it lies in managed memory, which the
-# device's allocator does not count.
-_OF_LIBRARY: dict[str, tuple[int, bool]] = {
-    "adamw_bnb_8bit": (8, False),
-    "adamw_8bit": (8, False),
-    "paged_adamw_8bit": (8, True),
-    "paged_adamw_32bit": (32, True),
-}
 
 Shape = tuple[torch.Size, torch.dtype]
 """The shape and the dtype of a parameter."""
@@ -113,23 +102,4 @@ def make_optimizer(
     """
     if callable(optimizer):
         return optimizer(parameters)
-    if optimizer in _OF_LIBRARY:
-        bits, is_paged = _OF_LIBRARY[optimizer]
-        return eight_bit_optimizer(parameters, bits, is_paged)  # type: ignore[no-any-return]
-    if optimizer == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(
-            parameters, lr=1e-4, scale_parameter=False, relative_step=False
-        )
-    # On CUDA torch updates all parameters at once, unless told otherwise.
-    if optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-4, foreach=on_cuda)
-    if optimizer == "adamw_torch":
-        return torch.optim.AdamW(parameters, lr=1e-4, foreach=on_cuda)
-    if optimizer == "adamw_torch_fused":
-        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    names = ", ".join(map(repr, (*_NAMES, *_OF_LIBRARY)))
-    raise ConfigError(
-        f"optimizer: expected one of {names} or a function, found {optimizer!r}"
-    )
+    return named_optimizer(optimizer, parameters, on_cuda)  # type: ignore[no-any-return]

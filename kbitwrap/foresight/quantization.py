@@ -240,22 +240,42 @@ def warm_tables() -> None:
         functional.quantize_blockwise(torch.zeros(256, device="cpu"))
 
 
-def eight_bit_optimizer(parameters: Any, bits: int, is_paged: bool) -> Any:
-    """The AdamW of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory.
+def library_optimizer(
+    name: str, parameters: Any, lr: float, bits: int, is_paged: bool
+) -> Any:
+    """An optimizer of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory.
 
     Args:
+        name: The name of its class.
         parameters: What it trains.
+        lr: The learning rate.
         bits: The bits of a value of its state.
         is_paged: Whether the state lies in managed memory.
 
     Returns:
         The optimizer.
     """
-    optimizers = importlib.import_module("bitsandbytes.optim")
+    cls = getattr(importlib.import_module("bitsandbytes.optim"), name)
+    pages = {"is_paged": True} if is_paged else {}
     with _disable_current_modes():  # it computes its tables of codes
-        return optimizers.AdamW(parameters, lr=1e-4, optim_bits=bits, is_paged=is_paged)
+        return cls(parameters, lr=lr, optim_bits=bits, **pages)
 
 
-def is_managed(optimizer: Any, tensor: Tensor) -> bool:
-    """Whether a state of a paged optimizer lies in managed memory: ``get_state_buffer``, from 100,000 elements."""
-    return getattr(optimizer, "is_paged", False) and tensor.numel() >= 1e5
+_PAGED = ("state1", "state2")
+
+
+def on_device(optimizer: Any, parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """What of the state of a parameter lies on a CUDA device, and not in managed memory.
+
+    Args:
+        optimizer: Any optimizer.
+        parameter: The parameter; from 100,000 elements its states are paged:
+            ``get_state_buffer`` of bitsandbytes/optim/optimizer.py.
+        state: Its state.
+
+    Returns:
+        The state without what is paged.
+    """
+    if not getattr(optimizer, "is_paged", False) or parameter.numel() < 1e5:
+        return state
+    return {name: value for name, value in state.items() if name not in _PAGED}

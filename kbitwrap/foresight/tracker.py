@@ -38,7 +38,7 @@ from .ledger import (
     Storage,
     highest_levels,
 )
-from .quantization import DECOMPOSED, is_managed, statistics_of
+from .quantization import DECOMPOSED, on_device, statistics_of
 
 _BETWEEN = ""  # after an optimizer's step, where no phase has begun
 _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
@@ -241,9 +241,9 @@ def optimizer_tensors(
             state = dict(optimizer.state.get(parameter, {}))
             if on_host:
                 state.pop("step", None)
-            for value in tensors_in(state):
-                if not (on_cuda and is_managed(optimizer, value)):
-                    yield value
+            if on_cuda:
+                state = on_device(optimizer, parameter, state)
+            yield from tensors_in(state)
 
 
 class StepTracker(Peaks):
