@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import StrPath
-from ..errors import ConfigError, ManifestMismatchError
+from ..errors import ConfigError
 from ..manifest.manifest import Manifest
+from ..manifest.pending import BaseCheck
 from ..model.pretrained import (
     classes_of,
     load_pending,
@@ -67,11 +68,21 @@ class TrainedBase:
         model: The model.
         unknown: By the name of a parameter, the row from which on the files do not hold
             it, and it is NaN.
+        check: Its comparison with the manifest, which is not finished.
     """
 
     source: str
     model: Any
     unknown: Mapping[str, int]
+    check: BaseCheck | None
+
+    def finish_check(self) -> None:
+        """Compare what was pending with the manifest, after it was read.
+
+        Raise `ManifestMismatchError` where it differs.
+        """
+        if self.check is not None:
+            self.check.finish()
 
 
 def load_base(
@@ -88,7 +99,7 @@ def load_base(
     """Load a base as the run had it, by the manifest or else by the adapter, and compare it with the manifest.
 
     On a CPU, its layers of bitsandbytes may be left pending: quantized whenever their
-    weights are read.
+    weights are read. Who lets them be, reads them, and calls ``finish_check`` then.
     """
     config = read_config(source, trust_remote_code)
     settings = _quantization(source, config, quantization_config, manifest)
@@ -119,11 +130,11 @@ def load_base(
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
     _fill_with_nan(model, unknown)
-    trained = TrainedBase(os.fspath(source), model, unknown)
+    check = None
     if manifest is not None and _is_comparable(manifest, settings):
-        check_base(manifest, trained)
+        check = BaseCheck(manifest, model, unknown)
 
-    return trained
+    return TrainedBase(os.fspath(source), model, unknown, check)
 
 
 def _is_read_as_it_is(
@@ -255,16 +266,6 @@ def _shapes_in(saved: SavedAdapter) -> dict[str, tuple[int, ...]]:
             shapes[weight] = shape[1:] + features
 
     return shapes
-
-
-def check_base(manifest: Manifest, base: TrainedBase) -> None:
-    """Compare a base with a manifest, but for the values of what its files do not hold."""
-    try:
-        manifest.check(base.model)
-    except ManifestMismatchError as error:
-        is_known = error.different.keys() <= base.unknown.keys()
-        if error.missing or error.unexpected or not is_known:
-            raise
 
 
 def load_adapted(

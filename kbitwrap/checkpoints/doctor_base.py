@@ -15,7 +15,7 @@ from ..tensors.bits import content_digest
 from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
-from .base import TrainedBase, check_base, load_base
+from .base import load_base
 from .doctor_report import Result, fault, fine, not_measured
 from .doctor_subjects import Base, Folder, LiveModel, Subject, Tensors
 
@@ -76,7 +76,7 @@ def recorded_base(folder: Folder) -> Result | None:
 
     try:
         if isinstance(base, nn.Module):
-            check_base(manifest, TrainedBase("", base, {}))
+            manifest.check(base)
         else:
             load_base(base, None, manifest, device=device)
     except ManifestMismatchError as error:

@@ -169,8 +169,10 @@ def _measure(
 ) -> MergeMeasure:
     saved = read_adapter(Path(given.adapter))
     dtype = None if manifest is not None else _dtype_in_training(given, merged)
-    _, adapted = load_adapted(given.base, saved, manifest, quantization, dtype)
-    return measure_merge(merged, adapted, saved, given.base, progress)
+    trained, adapted = load_adapted(given.base, saved, manifest, quantization, dtype)
+    measured = measure_merge(merged, adapted, saved, given.base, progress)
+    trained.finish_check()
+    return measured
 
 
 def _dtype_in_training(given: Given, merged: MergedSide) -> torch.dtype | None:

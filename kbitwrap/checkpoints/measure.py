@@ -358,6 +358,9 @@ class _Measuring:
         """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
         in_model = self._names_in_model.get(fqn, fqn)
         layer = self.quantized.get(in_model)
+        if layer is not None:
+            layer = quantized_layer(layer)  # once, for all that read it here
+
         comparing = functools.partial(
             compare,
             fqn,
@@ -387,7 +390,6 @@ class _Measuring:
 
         values = materialize(found).float()
         delta = materialize(after) - materialize(self._trained(fqn)).float()
-        layer = quantized_layer(layer)  # once, for all of its shares
         if is_transposed(layer):
             values, delta = values.mT, delta.mT
 

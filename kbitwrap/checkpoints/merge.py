@@ -190,6 +190,7 @@ def merge_checkpoint(
                 warnings.warn(merged.note, UserWarning, stacklevel=2)
             _refuse_full_disk(twin.model, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size)
+            trained.finish_check()
         if check:
             _refuse_wrong(writer.folder, adapted, saved, base)
         own = own_quantization(base, trust_remote_code)

@@ -49,20 +49,28 @@ class Contents:
             flags and digests of the originals.
         adapters: The adapters on it, by name.
         trained: The parameters that a preparation holds, and that training has changed.
+        unread: The pending layers that were not read, by name: of their tensors, the
+            biases alone are in ``tensors``.
     """
 
     model: ModelRecord
     tensors: dict[str, TensorRecord]
     adapters: dict[str, AdapterRecord]
     trained: tuple[str, ...]
+    unread: frozenset[str] = frozenset()
 
 
 def read_contents(
-    tree: ModelTree, preparation: Preparation | None, *, progress: bool = False
+    tree: ModelTree,
+    preparation: Preparation | None,
+    *,
+    progress: bool = False,
+    reads_pending: bool = True,
 ) -> Contents:
     """Read the contents of a model, prepared or not.
 
-    Of one that was sharded since, all ranks read it together.
+    Of one that was sharded since, all ranks read it together. Layers that are pending
+    are quantized for it, unless they are not to be read.
     """
     gathering = Gathering(tree, preparation, "make a manifest", ManifestError)
     remedy = "Make or check a manifest while all of them are loaded"
@@ -79,7 +87,7 @@ def read_contents(
                 ) from error
 
         return gathering.lead(
-            lambda: _read(twin, tree, preparation, gathering, progress)
+            lambda: _read(twin, tree, preparation, gathering, progress, reads_pending)
         )
 
 
@@ -89,6 +97,7 @@ def _read(
     preparation: Preparation | None,
     gathering: Gathering,
     progress: bool,
+    reads_pending: bool,
 ) -> Contents:
     """Read the contents of a twin of a live model.
 
@@ -98,11 +107,8 @@ def _read(
     live = _live_tensors(tree)
     state = twin.state_dict(keep_vars=True)
     originals = {fqn: one for fqn, one in state.items() if isinstance(one, Tensor)}
-    pending = {
-        join(fqn, "weight"): module
-        for fqn, module in twin.named_modules()
-        if is_pending(module)
-    }
+    layers = {fqn: module for fqn, module in twin.named_modules() if is_pending(module)}
+    pending = {join(fqn, "weight"): module for fqn, module in layers.items()}
     parameters = [fqn for fqn in originals if isinstance(live.get(fqn), nn.Parameter)]
     ties = _ties({fqn: originals[fqn] for fqn in parameters})
     buffers = {} if preparation is None else preparation.original.buffers
@@ -111,7 +117,7 @@ def _read(
     bar = tqdm(
         originals, desc="digest", unit="tensor", disable=not progress, leave=False
     )
-    for fqn, original in _quantized(bar, originals, pending):
+    for fqn, original in _read_in_turn(bar, originals, pending, reads_pending):
         was = buffers.get(fqn) or _as_it_is(fqn, original)
         flags = _flags(live.get(fqn), was.dtype, tree, preparation)
         tensors[fqn] = TensorRecord(
@@ -135,25 +141,51 @@ def _read(
         tensors,
         _adapters(tree),
         trained=(*trained, *gathering.trained),
+        unread=frozenset() if reads_pending else frozenset(layers),
     )
 
 
-def _quantized(
+def _read_in_turn(
     fqns: Iterable[str],
     originals: Mapping[str, Tensor],
     pending: Mapping[str, nn.Module],
+    reads_pending: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a state dict by name, where layers that are pending are quantized, one at a time."""
     for fqn in fqns:
         if fqn not in pending:
             yield fqn, originals[fqn]
-            continue
+        elif reads_pending:
+            layer = quantized_layer(pending[fqn])
+            yield from _quantized_state(fqn, layer).items()
 
-        layer = quantized_layer(pending[fqn])
-        prefix = fqn.removesuffix("weight")
-        made = layer.state_dict(prefix=prefix, keep_vars=True)
-        made.pop(f"{prefix}bias", None)  # it has its own turn
-        yield from made.items()
+
+def _quantized_state(fqn: str, layer: nn.Module) -> dict[str, Tensor]:
+    """What a layer has in a state dict, but for its bias, which has its own turn."""
+    prefix = fqn.removesuffix("weight")
+    state: dict[str, Tensor] = layer.state_dict(prefix=prefix, keep_vars=True)
+    state.pop(f"{prefix}bias", None)
+    return state
+
+
+def records_of_layer(fqn: str, layer: nn.Module) -> dict[str, TensorRecord]:
+    """The records of a quantized layer's weight, which has this name, and of its statistics."""
+    found = {}
+    for name, tensor in _quantized_state(fqn, layer).items():
+        dtype = dtype_name(tensor.dtype)
+        found[name] = TensorRecord(
+            fqn=name,
+            type="parameter" if name == fqn else "quantization",
+            shape=tuple(tensor.shape),
+            original_dtype=dtype,
+            requires_grad=False,
+            prepared_dtype=dtype,
+            prepared_requires_grad=False,
+            digest=f"{content_digest(tensor):016x}",
+            tie_group=None,
+        )
+
+    return found
 
 
 def _live_tensors(tree: ModelTree) -> dict[str, Tensor | None]:

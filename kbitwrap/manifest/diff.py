@@ -46,7 +46,8 @@ def compare(
         read: Gives the values of each tensor that are compared.
         header: The values expected of the whole, nested.
         other_header: Those that were found.
-        ignored: The dotted names of values of the whole that may differ.
+        ignored: The names of tensors, and the dotted names of values of the whole, that
+            may differ.
 
     Returns:
         The differences.
@@ -58,7 +59,7 @@ def compare(
     different = {"": whole} if whole else {}
     ties, other_ties = _tied(first), _tied(second)
     for fqn in first:
-        if fqn not in second:
+        if fqn not in second or fqn in ignored:
             continue
         one = {**read(first[fqn]), "tied": ties.get(fqn, ())}
         other = {**read(second[fqn]), "tied": other_ties.get(fqn, ())}

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,10 +23,11 @@ from torch import nn
 from ..config import PrepareConfig, StrPath, format_bytes
 from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from ..export.staging import atomic_write, refuse_special
+from ..model.tree import ModelTree
 from ..preparation.preparation import Preparation
 from ..preparation.process import devices
 from ..reports import Report, first_of, shown
-from .contents import read_contents, versions
+from .contents import Contents, read_contents, versions
 from .diff import ManifestDiff, all_values, as_loaded, compare, for_training
 from .schema import (
     AdapterRecord,
@@ -287,15 +288,34 @@ class Manifest(Report, Record):
             ...
             kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
-        with _refusing(
-            "this is not the model that was prepared", ManifestMismatchError
-        ):
-            contents = read_contents(
-                *Preparation.tree_of(model), progress=self.config.progress
-            )
-            current = contents.model
+        tree, preparation = Preparation.tree_of(model)
+        contents = read_found(tree, preparation, progress=self.config.progress)
+        self.refuse_other(contents, adapters=adapters)
 
-        ignored = ["model.name_or_path"]
+    def refuse_other(
+        self,
+        contents: Contents,
+        *,
+        adapters: bool = False,
+        unknown: Collection[str] = (),
+    ) -> None:
+        """Raise as `check` does unless contents are the recorded ones, as far as they were read.
+
+        Args:
+            contents: The contents of a model.
+            adapters: Whether to compare its adapters too.
+            unknown: The names of tensors that may be others.
+        """
+        current = contents.model
+        recorded_tensors = self.tensors
+        if contents.unread:
+            recorded_tensors = {
+                fqn: tensor
+                for fqn, tensor in self.tensors.items()
+                if not _is_of_layer(fqn, contents.unread)
+            }
+
+        ignored = ["model.name_or_path", *unknown]
         recorded = self.versions.get("transformers")
         installed = versions().get("transformers")
         is_same = self.model.config_sha256 == current.config_sha256
@@ -306,14 +326,14 @@ class Manifest(Report, Record):
                 f"{installed} may write the same config differently than {recorded}, "
                 "with which the manifest was made",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
         ours = _identity(self.model, self.adapters if adapters else {})
         theirs = _identity(current, contents.adapters if adapters else {})
 
         found = compare(
-            self.tensors, contents.tensors, as_loaded, ours, theirs, ignored
+            recorded_tensors, contents.tensors, as_loaded, ours, theirs, ignored
         )
         if found:
             raise ManifestMismatchError(
@@ -509,6 +529,25 @@ class Manifest(Report, Record):
             raise ManifestError(f"cannot read the manifest {name}: {error}") from error
 
         return cls._read(text, name)
+
+
+def read_found(
+    tree: ModelTree, preparation: Preparation | None, **options: Any
+) -> Contents:
+    """Read the contents of a model that is to be compared, as `read_contents` does."""
+    with _refusing("this is not the model that was prepared", ManifestMismatchError):
+        return read_contents(tree, preparation, **options)
+
+
+def _is_of_layer(fqn: str, layers: Collection[str]) -> bool:
+    """Whether a tensor is the weight, or one of the statistics, of one of some layers."""
+    path = fqn
+    while path:
+        path, _, name = path.rpartition(".")
+        if path in layers:
+            return name != "bias"
+
+    return False
 
 
 def _identity(

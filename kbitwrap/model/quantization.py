@@ -287,6 +287,7 @@ def quantized_layer(module: nn.Module) -> nn.Module:
         return module
 
     pending: Any = module.get_parameter("weight")
+    watcher = vars(pending).pop(_WATCHER, None)
     shared = vars(pending).get(_SHARED)
     weight = None if shared is None else shared()
     if weight is None:
@@ -296,11 +297,23 @@ def quantized_layer(module: nn.Module) -> nn.Module:
     layer = copy.copy(module)
     layer.__dict__ = {**vars(module), "_parameters": {**module._parameters}}
     layer._parameters["weight"] = weight
+    if watcher is not None:
+        watcher(layer)
     return layer
+
+
+def when_quantized(module: nn.Module, watcher: Callable[[nn.Module], None]) -> None:
+    """Call a function once, with the copy of a pending layer that is quantized next.
+
+    It sees a layer that somebody reads, which is not quantized again for it.
+    """
+    vars(module.get_parameter("weight"))[_WATCHER] = watcher
 
 
 _SHARED = "quantized_copy"
 """The attribute of a pending weight for a weak reference to its quantized copy."""
+_WATCHER = "watcher_of_quantized_copy"
+"""The attribute of a pending weight for what is called with its next copy."""
 _AT_ONCE = 1 << 20
 """The values that are quantized at once; a multiple of every block size.
 

@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 import kbitwrap.export.adapted as adapted_module
 import kbitwrap.model.quantization as quantization_module
 import kbitwrap.tensors.bits as bits_module
-from kbitwrap import ConfigError, doctor, merge_checkpoint, stamp_adapter
+from kbitwrap import ConfigError, ManifestMismatchError, doctor, merge_checkpoint, stamp_adapter
 from kbitwrap.checkpoints.adapters import read_adapter
 from kbitwrap.checkpoints.base import load_adapted, load_base
 from kbitwrap.manifest.contents import Contents, read_contents
@@ -195,3 +195,43 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
     assert quantized > 8 * tensor
     most = peak(size for size in allocations(measure) if abs(size) not in mapped)
     assert 0 < most <= 2 * tensor
+
+
+@pytest.fixture
+def merge(tmp_path: Path) -> Path:
+    """A base, an adapter with a manifest, and their merge."""
+    folder = save("llama", tmp_path / "base", BFLOAT16)
+    adapted = peft.get_peft_model(zoo.load("llama"), zoo.lora_config("llama"))
+    jitter(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    stamp_adapter(tmp_path / "adapter", folder, quantization_config=NF4)
+    merge_checkpoint(folder, tmp_path / "adapter", tmp_path / "merged")
+    return tmp_path
+
+
+def test_a_base_is_quantized_once_to_be_used_and_compared_with_its_manifest(
+    merge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_layers = sum(map(is_quantized_layer, zoo.load("llama").modules()))
+    counted = mock.Mock(wraps=quantization_module._quantized)
+    monkeypatch.setattr(quantization_module, "_quantized", counted)
+    assert doctor(merge / "merged", base=merge / "base", adapter=merge / "adapter").findings == ()
+    assert counted.call_count == num_layers + 1  # on one of them a merge is tried out
+    counted.reset_mock()
+    merge_checkpoint(merge / "base", merge / "adapter", merge / "again")
+    assert counted.call_count == num_layers + 1
+
+
+def test_a_base_with_another_value_in_a_pending_layer_is_refused(merge: Path) -> None:
+    other = LlamaForCausalLM.from_pretrained(merge / "base")
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 5] += 1.0
+    other.save_pretrained(merge / "other")
+    with pytest.raises(ManifestMismatchError, match=r"layers\.1\.mlp\.up_proj\.weight: digest"):
+        merge_checkpoint(merge / "other", merge / "adapter", merge / "again")
+    assert not (merge / "again").exists()
+    report = doctor(merge / "merged", base=merge / "other", adapter=merge / "adapter")
+    assert report.merge is None
+    [finding] = report.findings
+    assert finding.what == "the base is not the one that the adapter's manifest records"
+    assert "layers.1.mlp.up_proj.weight: digest" in finding.evidence
