@@ -138,7 +138,7 @@ def make_batch(
         The inputs by name.
     """
     if inputs is None:
-        ordinary = _ordinary_token(fakes.model)
+        ordinary = ordinary_token(fakes.model)
         shape = (batch_size, seq_len)
         return {
             name: torch.full(shape, ordinary, dtype=torch.int64)
@@ -151,7 +151,7 @@ def make_batch(
     return batch
 
 
-def _ordinary_token(model: nn.Module) -> int:
+def ordinary_token(model: nn.Module) -> int:
     """A token that means nothing special to a model, such as padding."""
     special: set[Any] = set()
     config: Any = getattr(model, "config", None)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .fakes import tensors_in
-from .ledger import BACKWARD, PHASES, Ledger, Mark, Measure, Run, Times, in_bytes
+from .ledger import BACKWARD, Ledger, Mark, Measure, Run, Times, in_bytes
 from .tracker import Watch
 
 T = TypeVar("T")
@@ -294,7 +294,9 @@ class Blocks:
         hooks = []
         for stack in self.stacks:
             for index, block in zip(stack.kept, stack.blocks, strict=True):
-                hooks += _announce(block, watch, Part(stack.number, index))
+                part = Part(stack.number, index)
+                is_first = index == stack.kept[0]
+                hooks += _announce(block, watch, part, is_first)
         try:
             yield
         finally:
@@ -372,16 +374,16 @@ class Blocks:
             if place.phase == BACKWARD:
                 parts.reverse()
             for part in parts:
-                mark = Mark(place.phase, part)
+                mark = Mark(place.phase, part, place.turn)
                 if mark in by_mark:
                     result.append(by_mark[mark])
         return result
 
     def _place(self, run: Run) -> Mark:
         """The phase of a run, and the number of the stack whose blocks repeat it; ``None`` for what none does."""
-        phase, part = run.mark
+        phase, part, turn = run.mark
         if isinstance(part, Part) and self.stacks[part.stack].is_cut:
-            return Mark(phase, part.stack)
+            return Mark(phase, part.stack, turn)
         return Mark(phase)
 
 
@@ -398,10 +400,10 @@ def _times(ledger: Ledger, pairs: list[Pair]) -> Times:
         for pair in pairs:
             if span.mark.part in (pair.one, pair.other):
                 continue
-            for phase in PHASES:
-                one = Mark(phase, pair.one)
-                if one in freed and Mark(phase, pair.other) in freed:
-                    times[span.mark, one] = pair.count - 1
+            for origin in freed:
+                other = origin._replace(part=pair.other)
+                if origin.part == pair.one and other in freed:
+                    times[span.mark, origin] = pair.count - 1
     return times
 
 
@@ -424,10 +426,11 @@ def _once_each(runs: list[Run], pairs: list[Pair]) -> dict[Mark, Run]:
         if run.mark in by_mark and run.mark.part is not None:
             raise NotRepeatedError(f"{run.mark} more than once")
         by_mark.setdefault(run.mark, run)
+    passes = dict.fromkeys((mark.phase, mark.turn) for mark in by_mark)
     for pair in pairs:
-        for phase in PHASES:
-            one = by_mark.get(Mark(phase, pair.one))
-            other = by_mark.get(Mark(phase, pair.other))
+        for phase, turn in passes:
+            one = by_mark.get(Mark(phase, pair.one, turn))
+            other = by_mark.get(Mark(phase, pair.other, turn))
             if _effect(one) != _effect(other):
                 raise NotRepeatedError(f"two blocks of one kind differ in {phase}")
     return by_mark
@@ -528,9 +531,9 @@ def _signature(module: nn.Module) -> Hashable:
     )
 
 
-def _announce(block: nn.Module, watch: Watch, part: Part) -> list[Any]:
+def _announce(block: nn.Module, watch: Watch, part: Part, is_first: bool) -> list[Any]:
     def begin(*_: Any) -> None:
-        watch.enter_part(part)
+        watch.enter_part(part, is_first=is_first)
 
     def follow(module: nn.Module, args: Any, output: Any) -> None:
         for value in tensors_in(output):

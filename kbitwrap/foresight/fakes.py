@@ -199,14 +199,21 @@ class KnownValues(TorchDispatchMode):
     Below it is a mode of fake tensors, which gets all the rest. A real tensor that is
     written to with values that are not known keeps its place and is known no longer.
 
+    Args:
+        gives_figures: Whether to answer who reads an unknown float, such as a metric:
+            it is 1.
+
     Attributes:
         has_assumed: Whether values were taken to be finite.
+        has_given: Whether a float was read that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gives_figures: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unknown: dict[int, weakref.ref[Any]] = {}
+        self._gives_figures = gives_figures
         self.has_assumed = False
+        self.has_given = False
 
     def _is_known(self, tensor: Tensor) -> bool:
         if not _is_real(tensor):
@@ -233,6 +240,10 @@ class KnownValues(TorchDispatchMode):
         if self._is_for_real(func, args, kwargs):
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        is_read = self._gives_figures and name == "aten::_local_scalar_dense"
+        if is_read and args[0].is_floating_point():
+            self.has_given = True
+            return 1.0
         if name == "aten::index.Tensor":
             args = args[0], self._positions(args[1])
         answer = _is_finite(name, args)
@@ -349,21 +360,35 @@ class FakeModel:
                 self._replace(module)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, *, gives_figures: bool = False) -> Iterator[None]:
         """Run what is inside on the fake tensors, one thread at a time.
 
         Then ``notes`` say what was assumed. An exception that an operation raised has its
         name under ``OPERATION``.
+
+        Args:
+            gives_figures: Whether to answer who reads an unknown float.
+
+        Yields:
+            Nothing.
         """
-        known = KnownValues()
+        known = KnownValues(gives_figures=gives_figures)
         try:
             with self._not_tracing(), self.mode, known:
                 yield
         finally:
-            if known.has_assumed:
-                self.notes = (
-                    "the model asks whether its activations are finite; they are taken to be",
+            notes = []
+            if known.has_assumed and gives_figures:
+                notes.append(
+                    "the loss and what the model asks of are taken to be finite"
                 )
+            elif known.has_assumed:
+                notes.append(
+                    "the model asks whether its activations are finite; they are taken to be"
+                )
+            if known.has_given:
+                notes.append("metrics that the trainer reads are taken to be 1")
+            self.notes = tuple(notes)
 
     @contextlib.contextmanager
     def _not_tracing(self) -> Iterator[None]:

@@ -37,10 +37,12 @@ class Mark(NamedTuple):
     Attributes:
         phase: One of ``PHASES``; empty before the step.
         part: The part of the model that runs; ``None`` outside all parts.
+        turn: How often a forward pass through a stack of parts has begun by then.
     """
 
     phase: str
     part: Hashable = None
+    turn: int = 0
 
 
 Sizes = Counter[str]
@@ -163,9 +165,9 @@ class Ledger:
         """Write down that a storage was freed."""
         self._last.events.append((storage, False))
 
-    def mark(self, phase: str, part: Hashable) -> None:
+    def mark(self, phase: str, part: Hashable, turn: int = 0) -> None:
         """Begin a span, unless it continues the last one."""
-        mark = Mark(phase, part)
+        mark = Mark(phase, part, turn)
         if self._last.mark != mark:
             self._last = Span(mark)
             self.spans.append(self._last)

@@ -90,8 +90,7 @@ def named_optimizer(name: Any, parameters: Any, on_cuda: bool) -> Any:
         ConfigError: There is none of the name, its package is missing, or its step cannot
             be predicted.
     """
-    if name in _REFUSED:
-        raise ConfigError(f"optimizer: {name!r} is not predicted: {_REFUSED[name]}")
+    refuse_unpredicted(name)
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
     if name in _OF_TORCH:
@@ -115,6 +114,12 @@ def named_optimizer(name: Any, parameters: Any, on_cuda: bool) -> Any:
     raise ConfigError(
         f"optimizer: expected one of {', '.join(map(repr, known))} or a function, found {name!r}"
     )
+
+
+def refuse_unpredicted(name: str) -> None:
+    """Raise ``ConfigError`` for the name of an optimizer whose step is not predicted."""
+    if name in _REFUSED:
+        raise ConfigError(f"optimizer: {name!r} is not predicted: {_REFUSED[name]}")
 
 
 def _of_package(name: str, parameters: Any) -> Any:

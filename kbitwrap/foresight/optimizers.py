@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .fakes import KnownValues
-from .ledger import GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
+from .ledger import BACKWARD, GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
 from .optimizer_names import named_optimizer
 from .tracker import Watch, optimizer_tensors
 
-Shape = tuple[torch.Size, torch.dtype]
-"""The shape and the dtype of a parameter."""
+
+class Shape(NamedTuple):
+    """A parameter that is trained.
+
+    Attributes:
+        size: Its shape.
+        dtype: Its dtype.
+        group: The number of the optimizer's group that it is in.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    group: int = 0
+
+
 Shapes = tuple[Shape, ...]
 """Those of several."""
 Parameters = Sequence[nn.Parameter]
@@ -59,21 +72,31 @@ class OptimizerSteps:
         kept = Watch(on_cuda=self._on_cuda)
         with fakes:
             trained = []
-            for shape, dtype in shapes:
-                parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu"))
+            for size, dtype, _group in shapes:
+                parameter = nn.Parameter(torch.empty(size, dtype=dtype, device="cpu"))
                 parameter.grad = torch.empty_like(parameter)
                 trained.append(parameter)
                 watch.hold(parameter, GRADIENTS)
                 watch.hold(parameter.grad, GRADIENTS)
             with KnownValues():
-                made = make_optimizer(self._optimizer, trained, self._on_cuda)
+                made = self._make(trained, shapes)
                 made.step()
                 _hold(watch, made)
-                watch.enter(OPTIMIZER_STEP)
                 with watch:
+                    watch.enter(BACKWARD)
+                    held = self._clip(trained)
+                    watch.enter(OPTIMIZER_STEP)
                     made.step()
         _hold(kept, made, self._on_cuda)
+        del held
         return kept.close(), watch.ledger.runs()
+
+    def _make(self, trained: list[nn.Parameter], shapes: Shapes) -> Any:
+        """Make the optimizer of parameters of these shapes."""
+        return make_optimizer(self._optimizer, trained, self._on_cuda)
+
+    def _clip(self, trained: list[nn.Parameter]) -> Any:
+        """Clip the gradients, where the step does; what is returned is held until its end."""
 
 
 def _hold(watch: Watch, optimizer: Any, on_cuda: bool = False) -> None:

@@ -21,8 +21,10 @@ from .ledger import KINDS
 from .memory import StepMemory
 from .optimizers import OptimizerSteps
 from .quantization import follow_cuda, unlogged
-from .subject import PEFT, Subject
+from .subject import PEFT, Subject, with_adapters
 from .trace import Step, trace
+from .trainer_arguments import batch_of, checkpointing_of
+from .trainer_step import TrainerStep
 from .unknown import Unknown, sampled_bytes, unknowns
 
 # the default dtype, and what transformers is told, are those of the process
@@ -36,6 +38,7 @@ def predict_step(
     precision: Precision | str = Precision.NORMS,
     batch_size: int | None = None,
     seq_len: int | None = None,
+    args: Any = None,
     inputs: Mapping[str, Any] | None = None,
     lora: Any = None,
     quantization_config: Any = None,
@@ -57,8 +60,13 @@ def predict_step(
             ``config.json`` or config object, as for ``Plan.for_pretrained``.
         precision: A ``Precision`` or its value, or ``"peft"`` for PEFT's own
             ``prepare_model_for_kbit_training``.
-        batch_size: Sequences in the batch; ``None`` for those of ``inputs``.
-        seq_len: Tokens in a sequence; ``None`` for those of ``inputs``.
+        batch_size: Sequences in the batch; ``None`` for those of ``inputs`` or ``args``.
+        seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
+        args: The arguments of a trainer: transformers' ``TrainingArguments``, or
+            ``SFTConfig``, ``DPOConfig``, ``GRPOConfig`` or ``RewardConfig`` of TRL. The
+            step is then that trainer's own, of its own batch, with its optimizer,
+            checkpointing and autocast; they say the batch and the length as far as they
+            can, and ``batch_size`` and ``seq_len`` win. They are not changed.
         inputs: What the model is called with, where ``input_ids`` and ``labels``, two
             int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
             name a ``(shape, dtype)`` or a tensor. The output of a processor is taken
@@ -106,6 +114,7 @@ def predict_step(
     predictor = StepPredictor(
         model_or_name_or_config,
         precision=precision,
+        args=args,
         inputs=inputs,
         lora=lora,
         quantization_config=quantization_config,
@@ -145,6 +154,7 @@ class StepPredictor:
         model_or_name_or_config: Any,
         *,
         precision: Precision | str = Precision.NORMS,
+        args: Any = None,
         inputs: Mapping[str, Any] | None = None,
         lora: Any = None,
         quantization_config: Any = None,
@@ -175,8 +185,9 @@ class StepPredictor:
             lora=lora,
             quantization_config=quantization_config,
             dtype=dtype,
-            fields=fields,
         )
+        self._args = args
+        self._fields = fields
         self._inputs, self._notes = complete(inputs)
         self._kernels = kernels
         self._on_cuda = kernels == "cuda"
@@ -187,6 +198,8 @@ class StepPredictor:
         self, batch_size: int | None = None, seq_len: int | None = None
     ) -> StepMemory:
         """Predict the step of one batch; see ``predict_step``."""
+        if self._args is not None:
+            batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
         batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
         with _one_at_a_time():
             step = self._step(batch_size, seq_len)
@@ -273,18 +286,10 @@ class StepPredictor:
 
     def _step(self, batch_size: int, seq_len: int) -> Step:
         made = self._made
-        batch = make_batch(made.fakes, batch_size, seq_len, self._inputs)
         what = f"the step of {made.subject.name} cannot be followed"
         try:
             with _explained(what):
-                return trace(
-                    made.fakes,
-                    made.blocks,
-                    self._optimizer,
-                    batch,
-                    self._autocast,
-                    self._on_cuda,
-                )
+                return self._followed(batch_size, seq_len)
         except UnsupportedModelError:
             if not made.blocks.is_cut:
                 raise
@@ -293,16 +298,37 @@ class StepPredictor:
         del self._made
         return self._step(batch_size, seq_len)
 
+    def _followed(self, batch_size: int, seq_len: int) -> Step:
+        """The step, of the blocks that are there."""
+        made = self._made
+        if made.trainer is not None:
+            return made.trainer.trace(made.fakes, made.blocks, batch_size, seq_len)
+        batch = make_batch(made.fakes, batch_size, seq_len, self._inputs)
+        return trace(
+            made.fakes,
+            made.blocks,
+            self._optimizer,
+            batch,
+            self._autocast,
+            self._on_cuda,
+        )
+
     @functools.cached_property
     def _made(self) -> Made:
         """The model, built at the first time that it is asked for."""
         what = f"a {self._source} cannot be copied or prepared"
         with _one_at_a_time(), _explained(what):
-            subject = self._subject()
+            trainer = None
+            if self._args is None:
+                subject = self._subject(fields=self._fields, adapt=with_adapters)
+            else:
+                trainer = TrainerStep(self._args, self._on_cuda)
+                fields = checkpointing_of(self._args) | self._fields
+                subject = self._subject(fields=fields, adapt=trainer.rehearsal.build)
             blocks = Blocks(subject.model, is_exact=self._exact)
             fakes = FakeModel(subject.model)
             has_int8 = self._on_cuda and follow_cuda(fakes.model)
-            return Made(subject, fakes, blocks, has_int8)
+            return Made(subject, fakes, blocks, has_int8, trainer)
 
 
 @dataclass(frozen=True)
@@ -314,12 +340,14 @@ class Made:
         fakes: The same model with fake tensors.
         blocks: Those of its blocks that are run.
         has_int8: Whether it has 8-bit layers, and follows CUDA.
+        trainer: The trainer that runs its step, if one does.
     """
 
     subject: Subject
     fakes: FakeModel
     blocks: Blocks
     has_int8: bool
+    trainer: TrainerStep | None
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -165,6 +165,7 @@ class Subject:
             QLoRA's choice of layers (Dettmers et al. 2023), here of rank 16: adapters
             on every linear layer.
         fields: Fields of ``PrepareConfig``.
+        adapt: Gives the model adapters of a config; of ``None``, where it has some.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class Subject:
         quantization_config: Any,
         dtype: Any,
         fields: Mapping[str, Any],
+        adapt: Callable[[nn.Module, Any], nn.Module],
     ) -> None:
         base = base_of(source, quantization_config, dtype)
         has_adapters = bool(ModelTree(base).adapter_ids)
@@ -196,7 +198,9 @@ class Subject:
             )
             preparation = Preparation(self._holder)
             preparation.apply(build_plan(base, config), tree_of(base))
-        model = base if has_adapters else _with_adapters(base, lora)
+        adapters = None if has_adapters else _checked(lora)
+        with with_statistics(base), torch.device("meta"), _AsOnCpu():
+            model = adapt(base, adapters)
         if preparation is not None:
             preparation.adopt(model)
         # While it lives, weights that are upcast at use follow what is done to the
@@ -235,7 +239,8 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     return prepared
 
 
-def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
+def _checked(lora: Any) -> Any:
+    """A copy of a config of adapters, whose initial values take no weights; of the default one for ``None``."""
     import peft
 
     if lora is None:
@@ -248,9 +253,28 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     if isinstance(getattr(lora, "init_lora_weights", True), str):
         # the values do not matter here, and to make them takes weights
         lora.init_lora_weights = True
+    return lora
+
+
+def with_adapters(model: nn.Module, lora: Any) -> nn.Module:
+    """Give a model adapters by PEFT's function.
+
+    Args:
+        model: The model.
+        lora: The config of the adapters; ``None`` leaves the model as it is.
+
+    Returns:
+        The model with them.
+
+    Raises:
+        UnsupportedModelError: PEFT refuses the config.
+    """
+    import peft
+
+    if lora is None:
+        return model
     try:
-        with with_statistics(model), torch.device("meta"), _AsOnCpu():
-            adapted: nn.Module = peft.get_peft_model(model, lora)
+        adapted: nn.Module = peft.get_peft_model(model, lora)
     # whatever PEFT raises for a config that does not suit the model
     except Exception as error:
         raise UnsupportedModelError(

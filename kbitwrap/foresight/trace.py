@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..model.tree import ModelTree
@@ -21,6 +21,7 @@ from .ledger import (
     Levels,
     Measure,
     Peaks,
+    Run,
     Sizes,
     Storage,
     highest_levels,
@@ -80,9 +81,7 @@ def trace(
 
     def run() -> Ledger:
         model.zero_grad(set_to_none=True)
-        watch = Watch(vocabulary_size(model), on_cuda)
-        for tensor, kind, module in held_tensors(ModelTree(model)):
-            watch.hold(tensor, kind, blocks.owner(module))
+        watch = watch_of(model, blocks, on_cuda)
         for tensor in inputs.values():
             watch.hold(tensor, INPUTS)
         with blocks.announced(watch):
@@ -98,7 +97,36 @@ def trace(
         ledger = run()
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
-    state, last = optimizer(fakes.mode, _trained(fakes, blocks))
+    shapes = trained_shapes(model, blocks)
+    return whole_step(ledger, blocks, *optimizer(fakes.mode, shapes))
+
+
+def watch_of(model: nn.Module, blocks: Blocks, on_cuda: bool) -> Watch:
+    """A watch that counts all that a model holds."""
+    watch = Watch(vocabulary_size(model), on_cuda)
+    for tensor, kind, module in held_tensors(ModelTree(model)):
+        watch.hold(tensor, kind, blocks.owner(module))
+    return watch
+
+
+def whole_step(
+    ledger: Ledger, blocks: Blocks, state: Ledger, optimizer_runs: list[Run]
+) -> Step:
+    """Tell the step of the whole model.
+
+    Args:
+        ledger: What was written down of the step with the kept blocks, without that of
+            the optimizer.
+        blocks: The stacks of blocks.
+        state: The optimizer's state.
+        optimizer_runs: The runs of the optimizer's step, for the whole model.
+
+    Returns:
+        The step.
+
+    Raises:
+        NotRepeatedError: The blocks that are left out cannot be told from the others.
+    """
     held = _held_by_all(ledger, blocks, in_bytes) + state.held()
     runs = blocks.whole_step(ledger, in_bytes)
     num_held = _held_by_all(ledger, blocks, _in_large_blocks)
@@ -106,7 +134,7 @@ def trace(
     counted = highest_levels(num_held, blocks.whole_step(ledger, _in_large_blocks))
     return Step(
         held=held,
-        levels=highest_levels(held, [*runs, *last]),
+        levels=highest_levels(held, [*runs, *optimizer_runs]),
         most_blocks=max(sum(level.values()) for level in counted.values()),
     )
 
@@ -154,21 +182,33 @@ def _held_by_all(ledger: Ledger, blocks: Blocks, measure: Measure) -> Sizes:
     return total
 
 
-def _trained(fakes: FakeModel, blocks: Blocks) -> Shapes:
+def trained_shapes(
+    model: nn.Module, blocks: Blocks, groups: Mapping[int, int] | None = None
+) -> Shapes:
     """The shapes and dtypes of the whole model's parameters that have got gradients, in its order.
 
     The gradients are gone then.
+
+    Args:
+        model: The model with the kept blocks.
+        blocks: The stacks of blocks.
+        groups: The numbers of the optimizer's groups that parameters are in, by their
+            ids; all are in one without it.
+
+    Returns:
+        A shape for each parameter.
     """
     # by stack, or alone
     found: dict[Any, dict[Part | None, list[Shape]]] = {}
-    for module in fakes.model.modules():
+    for module in model.modules():
         part = blocks.owner(module)
         for parameter in module._parameters.values():
             if parameter is not None and parameter.grad is not None:
                 parameter.grad = None
                 place = parameter if part is None else part.stack
                 shapes = found.setdefault(place, {}).setdefault(part, [])
-                shapes.append((parameter.shape, parameter.dtype))
+                group = 0 if groups is None else groups[id(parameter)]
+                shapes.append(Shape(parameter.shape, parameter.dtype, group))
     result: list[Shape] = []
     for by_part in found.values():
         for shapes in blocks.whole(by_part):

@@ -65,6 +65,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.phase = FORWARD
+        self._turn = 0
         self._vocabulary_size = vocabulary_size
         self._rounding = ALLOCATION_BYTES if on_cuda else 1
         self._scratch = SCRATCH if on_cuda else {}
@@ -140,11 +141,18 @@ class Watch(TorchDispatchMode):
     def enter(self, phase: str, part: Hashable = None) -> None:
         """Begin a phase, or a part of the model in it."""
         self.phase = phase
-        self.ledger.mark(phase, part)
+        self.ledger.mark(phase, part, self._turn)
 
-    def enter_part(self, part: Hashable) -> None:
-        """Begin a part of the model, in the phase that the step is in."""
+    def enter_part(self, part: Hashable, *, is_first: bool) -> None:
+        """Begin a part of the model, in the phase that the step is in.
+
+        Args:
+            part: The part.
+            is_first: Whether a pass through a stack of parts begins with it.
+        """
         self.follow_phase()
+        if is_first and self.phase == FORWARD:
+            self._turn += 1
         self.enter(self.phase, part)
 
     def _kind(self, arguments: Any, output: Tensor) -> str:

@@ -1,0 +1,138 @@
+"""The arguments that a trainer gets: which trainer that is, and what a step of it takes from them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import sys
+from typing import Any
+
+from ..errors import ConfigError
+from .optimizer_names import refuse_unpredicted
+
+# Settings that a step does not depend on, and that would write, print, or ask for a
+# device that is not there.
+_QUIET: dict[str, Any] = {
+    "report_to": [],
+    "logging_strategy": "no",
+    "logging_first_step": False,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "do_eval": False,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "disable_tqdm": True,
+    "log_level": "error",
+    "use_cpu": True,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "auto_find_batch_size": False,
+    "resume_from_checkpoint": None,
+    "full_determinism": False,
+    "enable_jit_checkpoint": False,
+    "skip_memory_metrics": True,
+    "max_steps": 1,
+    "warmup_steps": 0,
+    "dataset_num_proc": None,
+    "log_completions": False,
+}
+_REFUSED = ("deepspeed", "fsdp", "torch_compile")
+
+
+def trainer_class(args: Any) -> Any:
+    """The class of the trainer that takes an arguments object.
+
+    It is ``XTrainer`` of the module beside the one of ``XConfig``, and transformers'
+    own for ``TrainingArguments``; for a derived class, that of the nearest.
+
+    Args:
+        args: The arguments object.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: No library has a trainer for it.
+    """
+    for cls in type(args).__mro__:
+        if cls.__name__ == "TrainingArguments":
+            return importlib.import_module("transformers").Trainer
+        name = cls.__name__.removesuffix("Config") + "Trainer"
+        module = cls.__module__.removesuffix("_config") + "_trainer"
+        if name == cls.__name__ + "Trainer" or cls.__module__ not in sys.modules:
+            continue
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise ConfigError(
+        "args: expected transformers' TrainingArguments or a config of TRL such as SFTConfig, "
+        f"found a {type(args).__name__}"
+    )
+
+
+def quiet_copy(args: Any) -> Any:
+    """Copy the arguments of a trainer, for a step that leaves nothing behind.
+
+    Args:
+        args: The arguments, which are not changed.
+
+    Returns:
+        The copy: it does not log, save, evaluate or report, and has no device.
+
+    Raises:
+        ConfigError: They ask for what is not predicted.
+    """
+    for name in _REFUSED:
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"args.{name}: a step is predicted for one device without it"
+            )
+    refuse_unpredicted(str(getattr(args.optim, "value", args.optim)))
+    copied = copy.copy(args)
+    fields = vars(copied)
+    for name, value in fields.items():
+        if isinstance(value, (dict, list)):
+            fields[name] = copy.deepcopy(value)
+    for name, value in _QUIET.items():
+        if hasattr(copied, name):
+            fields[name] = value
+    for name in ("logging_strategy", "save_strategy", "eval_strategy"):
+        fields[name] = type(getattr(args, name))("no")
+    for name in [name for name in fields if name.endswith("_setup_devices")]:
+        del fields[name]  # a cached device
+    return copied
+
+
+def checkpointing_of(args: Any) -> dict[str, Any]:
+    """The fields of ``PrepareConfig`` that say of checkpointing what the arguments say."""
+    fields = {}
+    for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+        # transformers 5.23 reads the new name, and drops the old one in 6.
+        new_name = name.replace("gradient", "activation")
+        value = getattr(args, new_name, getattr(args, name, None))
+        if value is not None:
+            fields[name] = value
+    return fields
+
+
+def batch_of(
+    args: Any, batch_size: int | None, seq_len: int | None
+) -> tuple[int | None, int | None]:
+    """The batch that the arguments describe.
+
+    Args:
+        args: The arguments.
+        batch_size: Sequences in a batch of one micro-step; it wins over theirs.
+        seq_len: Tokens in a sequence; likewise.
+
+    Returns:
+        Both numbers; ``None`` for what they do not say.
+    """
+    if batch_size is None:
+        batch_size = args.per_device_train_batch_size
+    if seq_len is None:
+        seq_len = getattr(args, "max_length", None)
+    return batch_size, seq_len
