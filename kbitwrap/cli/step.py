@@ -70,7 +70,7 @@ class Prediction:
         Args:
             budget: Bytes; ``None`` for no budget.
         """
-        return budget is None or self.step.peak_bytes <= budget
+        return budget is None or self.step.needed_bytes <= budget
 
     def to_dict(self, budget: int | None) -> Result:
         """As plain values, ready for JSON."""
@@ -129,9 +129,9 @@ class Predicted:
         others = [name for name in self.found if name not in fitting]
         request = self.request
         if not fitting:
-            name = min(others, key=lambda other: self.steps[other].peak_bytes)
+            name = min(others, key=lambda other: self.steps[other].needed_bytes)
             found = self.found[name]
-            needed = figure(found.step.peak_bytes, _GIB)
+            needed = figure(found.step.needed_bytes, _GIB)
             shorter = ""
             if found.longest:
                 shorter = f"; {request.batch_size} x {found.longest:,} do"
@@ -179,6 +179,11 @@ class Predicted:
         if same:
             parts.append(f"For each: {', '.join(same)}.")
         parts.append(table(_by_kind(steps), right=True))
+        loading = steps[next(iter(steps))].loading_bytes
+        if loading is not None:
+            parts.append(
+                f"Loading the model, before the step: {figure(loading, _GIB)} GiB."
+            )
         if any(step.unknown for step in steps.values()):
             parts.append(_beside(list(steps.values())))
         notes = dict.fromkeys(note for step in steps.values() for note in step.notes)

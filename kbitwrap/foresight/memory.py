@@ -25,6 +25,7 @@ _FIGURES = (
     "backward_bytes",
     "optimizer_bytes",
     "peak_bytes",
+    "loading_bytes",
     "by_kind",
     "levels",
     "traced_blocks",
@@ -49,6 +50,9 @@ class StepMemory(Peaks, Report):
         phases: The most bytes held in each phase.
         by_kind: The bytes held at the peak of all, by kind.
         peak_bytes: The most bytes held at any moment.
+        loading_bytes: The most bytes that ``from_pretrained`` holds on the device while it
+            loads and quantizes the model; ``None`` for a model that was loaded already,
+            on a CPU, and where it is not known. It is in no other figure.
         unknown: What a device's allocator may count beside the figures, and what is not
             known before; it is in none of them.
         traced_blocks: The blocks that were run, and ``num_blocks`` those that the model
@@ -64,6 +68,7 @@ class StepMemory(Peaks, Report):
     kernels: str
     static_by_kind: dict[str, int]
     levels: Levels
+    loading_bytes: int | None = None
     traced_blocks: int = 0
     num_blocks: int = 0
     notes: tuple[str, ...] = ()
@@ -89,6 +94,11 @@ class StepMemory(Peaks, Report):
     def optimizer_bytes(self) -> int:
         """The most bytes held in the optimizer's step; 0 without an optimizer."""
         return self.phases.get("optimizer", 0)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most bytes held while the model is loaded or trained."""
+        return max(self.peak_bytes, self.loading_bytes or 0)
 
     @property
     def unknown_bytes(self) -> tuple[int, int]:
@@ -126,6 +136,10 @@ class StepMemory(Peaks, Report):
     def _said(self) -> list[str]:
         """The lines of the unknown range, the notes and the warnings."""
         lines = []
+        if self.loading_bytes is not None:
+            lines.append(
+                f"loading, before the step: {format_bytes(self.loading_bytes)}"
+            )
         if self.unknown:
             least, most = map(format_bytes, self.unknown_bytes)
             lines.append(f"unknown, beside the peak: {least} to {most}")

@@ -18,6 +18,7 @@ from .blocks import Blocks
 from .budget import largest
 from .fakes import OPERATION, FakeModel, TooLongError
 from .ledger import KINDS
+from .loading import LOADING_HIGHEST
 from .memory import StepMemory
 from .optimizers import OptimizerSteps
 from .quantization import follow_cuda, unlogged
@@ -205,6 +206,10 @@ class StepPredictor:
             step = self._step(batch_size, seq_len)
         made = self._made
         held = {kind: step.held[kind] for kind in KINDS if step.held[kind]}
+        loading = made.subject.loading_bytes if self._on_cuda else None
+        notes = [*made.fakes.notes, *self._notes]
+        if loading is not None and loading > step.peak_bytes:
+            notes.append(LOADING_HIGHEST)
         return StepMemory(
             precision=self.precision,
             batch_size=batch_size,
@@ -212,10 +217,11 @@ class StepPredictor:
             kernels=self._kernels,
             static_by_kind=held,
             levels=step.levels,
+            loading_bytes=loading,
             traced_blocks=made.blocks.num_kept,
             num_blocks=made.blocks.num_all,
             unknown=self._unknown(step, batch_size * seq_len),
-            notes=(*made.fakes.notes, *self._notes),
+            notes=tuple(notes),
             warnings=(*made.subject.warnings, *self._warnings(seq_len)),
         )
 

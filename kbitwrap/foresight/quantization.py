@@ -126,14 +126,20 @@ def _is_int8(parameter: Any) -> bool:
     return is_named and parameter.dtype == torch.int8
 
 
-def _is_built(parameter: Any) -> bool:
+def is_built(parameter: Any) -> bool:
     """Whether a weight was built from a config, and has no statistics."""
     return getattr(parameter, "unpacked", None) is not None
 
 
+def is_followed(quantizer: Any) -> bool:
+    """Whether a quantizer of transformers is one whose weights ``quantize_weight`` makes."""
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method)).startswith("bitsandbytes")
+
+
 def _statistics(parameter: Any, device: str) -> Any:
     """The statistics of a weight, which the library's own functions make for one that was built from a config."""
-    if not _is_built(parameter):
+    if not is_built(parameter):
         name = "SCB" if _is_int8(parameter) else "quant_state"
         return getattr(parameter, name, None)  # other libraries' weights have none
     functional: Any = sys.modules["bitsandbytes.functional"]
@@ -142,20 +148,46 @@ def _statistics(parameter: Any, device: str) -> Any:
         weight = torch.empty(shape, dtype=torch.float16, device=device)
         return functional.int8_vectorwise_quant(weight)[1]
     weight = torch.empty(shape, dtype=parameter.unpacked.dtype, device=device)
+    return _in_four_bits(parameter, weight)[1]
+
+
+def _in_four_bits(parameter: Any, weight: Tensor) -> Any:
+    """The storage and the statistics of a weight that is quantized as a parameter says."""
+    functional: Any = sys.modules["bitsandbytes.functional"]
     return functional.quantize_4bit(
         weight,
         blocksize=parameter.blocksize,
         compress_statistics=parameter.compress_statistics,
         quant_type=parameter.quant_type,
         quant_storage=parameter.quant_storage,
-    )[1]
+    )
+
+
+def quantize_weight(parameter: Any, weight: Tensor) -> Any:
+    """Quantize a weight as loading does on CUDA: 8 bits are made of a float16 copy that comes from the host.
+
+    Its rows are put in order first, for 8 bits on the host.
+
+    Args:
+        parameter: The parameter that was built from a config.
+        weight: The weight, without values.
+
+    Returns:
+        What is kept.
+    """
+    if not _is_int8(parameter):
+        return _in_four_bits(parameter, weight.contiguous())
+    half = torch.empty_like(weight, dtype=torch.float16)
+    codes = torch.empty_like(half, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32)
+    return codes, scales
 
 
 @contextlib.contextmanager
 def with_statistics(model: nn.Module) -> Iterator[None]:
     """For a while, weights that were built from a config have statistics, of which PEFT computes the norms of DoRA."""
     warm_tables()
-    built: list[Any] = list(filter(_is_built, model.parameters()))
+    built: list[Any] = list(filter(is_built, model.parameters()))
     for parameter in built:
         name = "SCB" if _is_int8(parameter) else "quant_state"
         setattr(parameter, name, _statistics(parameter, "meta"))

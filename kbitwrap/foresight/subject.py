@@ -22,6 +22,7 @@ from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
 from .fakes import Memory, in_memory_of
 from .flash import flash_model
+from .loading import loading_bytes
 from .quantization import with_statistics
 
 PEFT = "peft"
@@ -180,6 +181,9 @@ class Subject:
         adapt: Callable[[nn.Module, Any], nn.Module],
     ) -> None:
         base = base_of(source, quantization_config, dtype)
+        # one that lives was loaded
+        is_loaded = isinstance(source, nn.Module)
+        self.loading_bytes = None if is_loaded else loading_bytes(base)
         has_adapters = bool(ModelTree(base).adapter_ids)
         if has_adapters and lora is not None:
             raise ConfigError(

@@ -1,0 +1,183 @@
+"""The peak of loading: what ``from_pretrained`` holds on a device while it quantizes one weight after the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .cuda import ALLOCATION_BYTES, rounded_up
+from .ledger import FORWARD, WEIGHTS
+from .quantization import is_built, is_followed, quantize_weight, warm_tables
+from .tracker import Watch
+
+LOADING_HIGHEST = "loading the model takes more than the step, and is what has to fit"
+"""The note on a prediction whose model takes more while it is loaded."""
+
+
+_PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
+
+
+class _Rise:
+    """What one tensor adds while it is loaded, and what stays of it.
+
+    Attributes:
+        highest: The most bytes beside what was there before.
+        kept: The bytes that stay.
+    """
+
+    def __init__(self, highest: int, kept: int) -> None:
+        self.highest = highest
+        self.kept = kept
+
+
+def loading_bytes(model: Any) -> int | None:
+    """The most bytes that ``from_pretrained`` holds on a CUDA device, as core_model_loading.py of transformers 5 loads.
+
+    Weights that it quantizes are loaded one at a time, in the natural order of their
+    names: each lies on the device in the dtype of the model until it is quantized, and
+    what was quantized before is there. Experts that files hold one by one are gathered,
+    and merged. Files that are quantized already need nothing beside the model.
+
+    Args:
+        model: The model as ``meta_model`` builds it.
+
+    Returns:
+        The bytes; ``None`` where it is not known: another version of transformers, or
+        another quantization.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    names = _names_in_files(model)
+    if names is None or not (quantizer is None or is_followed(quantizer)):
+        return None
+    quantizes = quantizer is not None and not quantizer.pre_quantized
+    level = highest = most_merged = 0
+    known: dict[Hashable, _Rise] = {}
+    warm_tables()
+    for loaded in _in_order(model, names):
+        if loaded.key not in known:
+            known[loaded.key] = _rise(loaded, quantizes)
+        rise = known[loaded.key]
+        highest = max(highest, level + rise.highest)
+        level += rise.kept
+        if loaded.is_merged:
+            most_merged = max(most_merged, rise.kept)
+    if not quantizes:  # threads load ahead of what is merged, as far as they get
+        highest = level + most_merged
+    for buffer in model.buffers():
+        level += _size(buffer)
+    return max(highest, level)
+
+
+class _Loaded(NamedTuple):
+    """A parameter that is loaded.
+
+    Attributes:
+        name: Its name, or the first one that files have for a part of it.
+        parameter: The parameter as it was built.
+        is_merged: Whether it is merged of several tensors.
+        is_transposed: Whether it is turned before it is quantized.
+    """
+
+    name: str
+    parameter: Any
+    is_merged: bool
+    is_transposed: bool
+
+    @property
+    def key(self) -> Hashable:
+        """Parameters with the same key take the same."""
+        whole = self.parameter
+        if is_built(whole):
+            whole = whole.unpacked
+        cls = type(self.parameter)
+        return cls, whole.shape, whole.dtype, self.is_merged, self.is_transposed
+
+
+class _Names(NamedTuple):
+    """The names that files have for parameters, where they differ from the model's.
+
+    Attributes:
+        merged: By pattern of a parameter that is merged of several, that of the first.
+        renamed: By part of a name, what files have in its place.
+    """
+
+    merged: dict[str, str]
+    renamed: dict[str, str]
+
+
+def _names_in_files(model: Any) -> _Names | None:
+    """Read how transformers converts the files of a model; ``None`` before version 5, which loads in another way."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+    except ImportError:
+        return None
+    names = _Names({}, {})
+    for conversion in get_model_conversion_mapping(model):
+        first = conversion.source_patterns[0].lstrip("^").replace("\\.", ".")
+        for pattern in conversion.target_patterns:
+            if isinstance(conversion, WeightConverter):
+                names.merged[pattern] = first.replace("*", "0")
+            elif _PLAIN.match(pattern) and _PLAIN.match(first):
+                names.renamed[pattern] = first
+    return names
+
+
+def _in_order(model: nn.Module, names: _Names) -> list[_Loaded]:
+    """The parameters, each once, in the order in which files name them."""
+    found = []
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        replaced = getattr(owner, "source_cls", None)
+        is_transposed = getattr(replaced, "__name__", "") == "Conv1D"
+        merged = [pattern for pattern in names.merged if re.search(pattern, name)]
+        for pattern in merged:
+            name = re.sub(pattern, names.merged[pattern], name)
+        for part, of_files in names.renamed.items():
+            name = name.replace(part, of_files)
+        found.append(_Loaded(name, parameter, bool(merged), is_transposed))
+    return sorted(found, key=lambda loaded: _natural(loaded.name))
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Numbers in a name sort as numbers: ``dot_natural_key``."""
+    key: list[tuple[int, int | str]] = []
+    for part in name.split("."):
+        key.append((0, int(part)) if part.isdigit() else (1, part))
+    return key
+
+
+def _size(tensor: Tensor) -> int:
+    return rounded_up(tensor.nbytes, ALLOCATION_BYTES)
+
+
+def _rise(loaded: _Loaded, quantizes: bool) -> _Rise:
+    """What a parameter takes while it is loaded."""
+    if not is_built(loaded.parameter):
+        size = _size(loaded.parameter)
+        return _Rise(2 * size if loaded.is_merged else size, size)
+    quantized = _quantized(loaded)
+    return quantized if quantizes else _Rise(quantized.kept, quantized.kept)
+
+
+def _quantized(loaded: _Loaded) -> _Rise:
+    """What a weight takes while it is quantized: it stays until that is done."""
+    watch = Watch(on_cuda=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weight = torch.empty_like(loaded.parameter.unpacked, device="cpu")
+        watch.hold(weight, WEIGHTS)
+        whole = watch.ledger.held().total()
+        watch.enter(FORWARD)
+        with watch:
+            if loaded.is_transposed:
+                weight = weight.T
+            made = quantize_weight(loaded.parameter, weight)
+        del weight
+    run = watch.ledger.runs()[0]
+    del made
+    return _Rise(whole + run.at_peak.total(), whole + run.net.total())

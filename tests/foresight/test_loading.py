@@ -1,0 +1,93 @@
+"""The peak of loading is predicted to the byte, where each tensor is copied to the device that it is loaded onto."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import BitsAndBytesConfig, core_model_loading
+
+from kbitwrap import StepMemory, predict_step
+from kbitwrap.foresight.ledger import highest_levels
+from kbitwrap.foresight.loading import loading_bytes
+from kbitwrap.foresight.tracker import Watch
+from kbitwrap.model.pretrained import meta_model
+from support import zoo
+from support.thorough import few
+
+
+def copied(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
+    """A tensor of a file, which is mapped into memory, as a device gets it."""
+    with _disable_current_modes():
+        found = tensor[...].to(dtype=dtype)
+    return found.clone()
+
+
+def most_while_loading(name: str, quant: str | None, monkeypatch: pytest.MonkeyPatch) -> int:
+    row = zoo.ARCHITECTURES[name]
+    options = {} if quant is None else {"quantization_config": zoo._quantization_config(row, quant, torch.bfloat16)}
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", copied)
+    # threads would be outside the mode
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    cls: Any = getattr(transformers, row.model_class)
+    watch = Watch(on_cuda=True, device="cpu")
+    watch.enter("forward")
+    with watch:
+        model = cls.from_pretrained(zoo.checkpoint(name), dtype=torch.bfloat16, device_map={"": "cpu"}, **options)
+    del model
+    levels = highest_levels(watch.ledger.held(), watch.ledger.runs())
+    return sum(levels["forward"].values())
+
+
+CASES = [
+    ("llama", "nf4"),
+    ("llama", "nf4-double"),
+    ("mixtral", "nf4"),
+    ("gpt2", "nf4"),
+    ("t5", None),
+]
+
+
+@pytest.mark.parametrize(("name", "quant"), few(CASES, [("llama", "nf4-double"), ("gpt2", "nf4")]))
+def test_the_peak_of_loading_is_predicted_to_the_byte(
+    name: str, quant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = zoo.ARCHITECTURES[name]
+    config = None if quant is None else zoo._quantization_config(row, quant, torch.bfloat16)
+    model = meta_model(str(zoo.checkpoint(name)), config, torch.bfloat16)
+    assert loading_bytes(model) == most_while_loading(name, quant, monkeypatch)
+
+
+def config_of(**sizes: int) -> Any:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+    return transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **{**shape, "hidden_size": 64, **sizes})
+
+
+def step_of(source: Any, **options: Any) -> StepMemory:
+    """A step with small adapters in 8 bits, where loading holds a layer twice in 16 bits and once in 8."""
+    lora = LoraConfig(r=1, target_modules=["q_proj"])
+    settings = {"batch_size": 1, "seq_len": 8, "precision": "none", "lora": lora, "optimizer": None, **options}
+    quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    return predict_step(source, quantization_config=quantization_config, dtype="bfloat16", **settings)
+
+
+def test_a_step_says_where_loading_is_the_highest_point() -> None:
+    wide = step_of(config_of(intermediate_size=1 << 15, vocab_size=64))
+    assert wide.loading_bytes is not None
+    assert wide.needed_bytes == wide.loading_bytes > wide.peak_bytes
+    assert any("loading the model takes more" in note for note in wide.notes)
+    assert "loading, before the step: " in str(wide)
+
+    usual = step_of(config_of(), seq_len=512)
+    assert usual.needed_bytes == usual.peak_bytes
+    assert not usual.notes
+    assert usual.to_dict()["loading_bytes"] == usual.loading_bytes
+
+
+def test_loading_is_not_told_on_a_cpu_or_of_a_model_that_was_loaded() -> None:
+    assert step_of(config_of(), kernels="cpu").loading_bytes is None
+    model = transformers.LlamaForCausalLM(config_of())
+    assert predict_step(model, batch_size=1, seq_len=8, precision="none").loading_bytes is None
