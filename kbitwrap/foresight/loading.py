@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..model.pretrained import DEQUANTIZED_BY
 from .cuda import ALLOCATION_BYTES, rounded_up
 from .ledger import FORWARD, WEIGHTS
 from .quantization import is_built, is_followed, quantize_weight, warm_tables
@@ -47,12 +48,17 @@ def loading_bytes(model: Any) -> int | None:
         model: The model as ``meta_model`` builds it.
 
     Returns:
-        The bytes; ``None`` where it is not known: another version of transformers, or
-        another quantization.
+        The bytes; ``None`` where it is not known: another version of transformers,
+        another quantization, or files that are dequantized.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     names = _names_in_files(model)
-    if names is None or not (quantizer is None or is_followed(quantizer)):
+    is_dequantized = DEQUANTIZED_BY in vars(model)
+    if (
+        names is None
+        or is_dequantized
+        or not (quantizer is None or is_followed(quantizer))
+    ):
         return None
     quantizes = quantizer is not None and not quantizer.pre_quantized
     level = highest = most_merged = 0

@@ -39,6 +39,9 @@ ASSUMED = "assumed_of_config"
 They also say what is not as the config says.
 """
 
+DEQUANTIZED_BY = "dequantized_by"
+"""The attribute of a built model for the quantizer that dequantizes its files; absent where none does."""
+
 # The numbers of a config of which shapes are made.
 _SIZES = re.compile(r"size|dim$|layers?$|heads?$|experts$|d_model|d_ff|d_kv|n_embd")
 # What a config counts, and models have by the thousand at most; the modules of the
@@ -374,9 +377,11 @@ def _build(
 ) -> nn.Module:
     model_class = _model_class(config)
     quantizer = _quantizer(config, quantization_config)
+    dequantized: list[str] = []
     if quantizer is not None:
         dtype = quantizer.update_dtype(dtype)
-        assumed += _dequantized_by(quantizer, dtype)
+        dequantized = _dequantized_by(quantizer, dtype)
+        assumed += dequantized
 
     for part in (config, *[getattr(config, name) for name in config.sub_configs]):
         if part is not None:
@@ -397,6 +402,8 @@ def _build(
 
     is_quantized = getattr(model, "quantization_method", None) is not None
     model.hf_quantizer = quantizer if is_quantized else None  # as a loaded model has it
+    if dequantized:
+        setattr(model, DEQUANTIZED_BY, quantizer)
     built: nn.Module = model.eval()
     return built
 

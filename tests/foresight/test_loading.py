@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import BitsAndBytesConfig, core_model_loading
 
