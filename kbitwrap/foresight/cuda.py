@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModelError
 from . import quantization
+from .ledger import rounded_up
 
 ALLOCATION_BYTES = 512
 """The caching allocator rounds each request up to it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp."""
@@ -282,11 +283,6 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query.shape[2],
         key.shape[2],
     )
-
-
-def rounded_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below a number."""
-    return -(-number // multiple) * multiple
 
 
 def _copied_bytes(tensor: Tensor) -> int:

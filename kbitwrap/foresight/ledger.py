@@ -31,6 +31,11 @@ KINDS = (
 FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer")
 
 
+def rounded_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
 class Mark(NamedTuple):
     """Where in a step it is.
 
@@ -56,11 +61,13 @@ class Storage:
     """A storage.
 
     Attributes:
+        asked_bytes: The bytes that were asked for.
         num_bytes: Its bytes, as an allocator counts them.
         kind: One of ``KINDS``.
         origin: Where in the step it was made.
     """
 
+    asked_bytes: int
     num_bytes: int
     kind: str
     origin: Mark
@@ -135,9 +142,11 @@ class Ledger:
         holders: The part of the model that holds each storage that is there before the
             step; ``None`` for what several parts hold, or none.
         spans: The spans of the step, in order.
+        rounding: The multiple that an allocator rounds each storage up to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: int = 1) -> None:
+        self.rounding = rounding
         self.holders: dict[Storage, Any] = {}
         self.spans: list[Span] = []
         self._last = Span(Mark(""))
@@ -151,13 +160,14 @@ class Ledger:
         """Write down a new storage.
 
         Args:
-            num_bytes: Its bytes.
+            num_bytes: The bytes that are asked for.
             kind: One of ``KINDS``.
 
         Returns:
             The storage, to be given to ``freed``.
         """
-        storage = Storage(num_bytes, kind, self._last.mark)
+        counted = rounded_up(num_bytes, self.rounding)
+        storage = Storage(num_bytes, counted, kind, self._last.mark)
         self._last.events.append((storage, True))
         return storage
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..model.pretrained import DEQUANTIZED_BY
-from .cuda import ALLOCATION_BYTES, rounded_up
-from .ledger import FORWARD, WEIGHTS
+from .cuda import ALLOCATION_BYTES
+from .ledger import FORWARD, WEIGHTS, rounded_up
 from .quantization import is_built, is_followed, quantize_weight, warm_tables
 from .tracker import Watch
 

@@ -15,22 +15,21 @@ from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
 from .batch import MOST_TOKENS, batch_shape, complete, make_batch
 from .blocks import Blocks
-from .budget import largest
 from .fakes import OPERATION, FakeModel, TooLongError
 from .ledger import KINDS
 from .loading import LOADING_HIGHEST
 from .memory import StepMemory
 from .optimizers import OptimizerSteps
 from .quantization import follow_cuda, unlogged
+from .search import Search
 from .subject import PEFT, Subject, with_adapters
-from .trace import Step, trace
+from .trace import Step, Trace, trace
 from .trainer_arguments import batch_of, checkpointing_of
 from .trainer_step import TrainerStep
 from .unknown import Unknown, sampled_bytes, unknowns
 
 # the default dtype, and what transformers is told, are those of the process
 _ONE_AT_A_TIME = threading.RLock()
-_OVER_EVERY_BUDGET = 1 << 80  # bytes
 
 
 def predict_step(
@@ -194,6 +193,7 @@ class StepPredictor:
         self._on_cuda = kernels == "cuda"
         self._exact = exact
         self._optimizer = OptimizerSteps(optimizer, self._on_cuda)
+        self._traces: dict[tuple[int, int], Trace] = {}
 
     def __call__(
         self, batch_size: int | None = None, seq_len: int | None = None
@@ -203,7 +203,7 @@ class StepPredictor:
             batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
         batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
         with _one_at_a_time():
-            step = self._step(batch_size, seq_len)
+            step = self._trace(batch_size, seq_len).step
         made = self._made
         held = {kind: step.held[kind] for kind in KINDS if step.held[kind]}
         loading = made.subject.loading_bytes if self._on_cuda else None
@@ -265,13 +265,15 @@ class StepPredictor:
         """
         limit = min(self.max_seq_len or MOST_TOKENS, MOST_TOKENS // batch_size)
 
-        def num_bytes(seq_len: int) -> int:
+        def trace_at(seq_len: int) -> Trace | None:
             try:
-                return self(batch_size, seq_len).peak_bytes
+                return self._trace(batch_size, seq_len)
             except TooLongError:  # some positions of the model's own longest are taken
-                return _OVER_EVERY_BUDGET
+                return None
 
-        return largest(num_bytes, parse_bytes(budget), min(2048, limit), limit)
+        known = [other[1] for other in self._traces if other[0] == batch_size]
+        search = Search(trace_at, parse_bytes(budget), limit)
+        return search(known or [2048])
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
         """The largest batch whose step fits a budget.
@@ -283,28 +285,39 @@ class StepPredictor:
         Returns:
             The number of sequences; 0 where not even one fits.
         """
-        return largest(
-            lambda n: self(n, seq_len).peak_bytes,
+        known = [other[0] for other in self._traces if other[1] == seq_len]
+        search = Search(
+            lambda number: self._trace(number, seq_len),
             parse_bytes(budget),
-            1,
             MOST_TOKENS // seq_len,
         )
+        return search(known or [1])
 
-    def _step(self, batch_size: int, seq_len: int) -> Step:
+    def _trace(self, batch_size: int, seq_len: int) -> Trace:
+        """Run the step of a batch, unless it was run before."""
+        key = batch_shape(self._inputs, batch_size, seq_len)
+        if key not in self._traces:
+            with _one_at_a_time():
+                self._traces[key] = self._run(batch_size, seq_len)
+        return self._traces[key]
+
+    def _run(self, batch_size: int, seq_len: int) -> Trace:
         made = self._made
         what = f"the step of {made.subject.name} cannot be followed"
         try:
             with _explained(what):
-                return self._followed(batch_size, seq_len)
+                found = self._followed(batch_size, seq_len)
+                _ = found.step  # refused here, if blocks are not told by others
+                return found
         except UnsupportedModelError:
             if not made.blocks.is_cut:
                 raise
         # it may be that the model cannot run with fewer blocks
         self._exact = True
         del self._made
-        return self._step(batch_size, seq_len)
+        return self._run(batch_size, seq_len)
 
-    def _followed(self, batch_size: int, seq_len: int) -> Step:
+    def _followed(self, batch_size: int, seq_len: int) -> Trace:
         """The step, of the blocks that are there."""
         made = self._made
         if made.trainer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,67 @@ from .tracker import Watch, held_tensors, vocabulary_size
 
 
 @dataclass(frozen=True)
+class Trace:
+    """A step that was run with the kept blocks, and what it says of the whole model's.
+
+    Attributes:
+        ledger: The storages of the step that was run.
+        blocks: The model's blocks.
+        state: The optimizer's state.
+        last: The runs of the optimizer's step.
+    """
+
+    ledger: Ledger
+    blocks: Blocks
+    state: Ledger
+    last: list[Run]
+
+    def held(self, measure: Measure = in_bytes) -> Sizes:
+        """The memory that the whole model holds before the step, by kind."""
+        by_part: dict[Part | None, Sizes] = {}
+        for storage, part in self.ledger.holders.items():
+            sizes = by_part.setdefault(part, Sizes())
+            sizes[storage.kind] += measure(storage)
+        total = Sizes()
+        for sizes in self.blocks.whole(by_part):
+            total.update(sizes)
+        return total
+
+    def static(self, measure: Measure = in_bytes) -> Sizes:
+        """All that is held before the step, by kind."""
+        return self.held(measure) + self.state.held(measure)
+
+    def levels(self, measure: Measure = in_bytes) -> Levels:
+        """The highest levels of the whole model's step, with its optimizer's.
+
+        Args:
+            measure: What is added up of the storages of the model's passes.
+
+        Returns:
+            The levels, in bytes by kind.
+
+        Raises:
+            NotRepeatedError: The blocks that are left out cannot be told from the
+                others.
+        """
+        held = self.held(measure) + self.state.held()
+        runs = self.blocks.whole_step(self.ledger, measure)
+        return highest_levels(held, [*runs, *self.last])
+
+    @functools.cached_property
+    def step(self) -> Step:
+        """The step of the whole model; raises as `levels` does."""
+        held = self.static(_in_large_blocks)
+        runs = self.blocks.whole_step(self.ledger, _in_large_blocks)
+        counted = highest_levels(held, runs)
+        return Step(
+            held=self.static(),
+            levels=self.levels(),
+            most_blocks=max(sum(level.values()) for level in counted.values()),
+        )
+
+
+@dataclass(frozen=True)
 class Step(Peaks):
     """A step of the whole model.
 
@@ -53,7 +115,7 @@ def trace(
     inputs: Mapping[str, Tensor],
     autocast: torch.dtype | None,
     on_cuda: bool,
-) -> Step:
+) -> Trace:
     """Run a forward, a backward and an optimizer step without values, and write down their memory.
 
     Args:
@@ -65,7 +127,7 @@ def trace(
         on_cuda: Whether the operations of a CUDA device are followed.
 
     Returns:
-        The step of the whole model.
+        The step that was run.
 
     Raises:
         ConfigError: The model returns no loss.
@@ -98,7 +160,8 @@ def trace(
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
     shapes = trained_shapes(model, blocks)
-    return whole_step(ledger, blocks, *optimizer(fakes.mode, shapes))
+    state, last = optimizer(fakes.mode, shapes)
+    return Trace(ledger, blocks, state, last)
 
 
 def watch_of(model: nn.Module, blocks: Blocks, on_cuda: bool) -> Watch:
@@ -107,36 +170,6 @@ def watch_of(model: nn.Module, blocks: Blocks, on_cuda: bool) -> Watch:
     for tensor, kind, module in held_tensors(ModelTree(model)):
         watch.hold(tensor, kind, blocks.owner(module))
     return watch
-
-
-def whole_step(
-    ledger: Ledger, blocks: Blocks, state: Ledger, optimizer_runs: list[Run]
-) -> Step:
-    """Tell the step of the whole model.
-
-    Args:
-        ledger: What was written down of the step with the kept blocks, without that of
-            the optimizer.
-        blocks: The stacks of blocks.
-        state: The optimizer's state.
-        optimizer_runs: The runs of the optimizer's step, for the whole model.
-
-    Returns:
-        The step.
-
-    Raises:
-        NotRepeatedError: The blocks that are left out cannot be told from the others.
-    """
-    held = _held_by_all(ledger, blocks, in_bytes) + state.held()
-    runs = blocks.whole_step(ledger, in_bytes)
-    num_held = _held_by_all(ledger, blocks, _in_large_blocks)
-    num_held += state.held(_in_large_blocks)
-    counted = highest_levels(num_held, blocks.whole_step(ledger, _in_large_blocks))
-    return Step(
-        held=held,
-        levels=highest_levels(held, [*runs, *optimizer_runs]),
-        most_blocks=max(sum(level.values()) for level in counted.values()),
-    )
 
 
 def _in_large_blocks(storage: Storage) -> int:
@@ -168,18 +201,6 @@ def _loss_of(output: Any) -> Tensor:
             "the model returned no loss for these inputs; give `inputs` with its labels"
         )
     return loss
-
-
-def _held_by_all(ledger: Ledger, blocks: Blocks, measure: Measure) -> Sizes:
-    """The memory that the whole model holds before the step, by kind."""
-    by_part: dict[Part | None, Sizes] = {}
-    for storage, part in ledger.holders.items():
-        sizes = by_part.setdefault(part, Sizes())
-        sizes[storage.kind] += measure(storage)
-    total = Sizes()
-    for sizes in blocks.whole(by_part):
-        total.update(sizes)
-    return total
 
 
 def trained_shapes(

@@ -17,7 +17,7 @@ from ..model.checks import tree_of
 from ..model.tree import ModelTree
 from ..preparation.preparation import Preparation
 from ..tensors.bits import parts_of
-from .cuda import ALLOCATION_BYTES, SCRATCH, rounded_up
+from .cuda import ALLOCATION_BYTES, SCRATCH
 from .fakes import tensors_in
 from .ledger import (
     ACTIVATIONS,
@@ -63,11 +63,10 @@ class Watch(TorchDispatchMode):
         device: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = Ledger()
+        self.ledger = Ledger(ALLOCATION_BYTES if on_cuda else 1)
         self.phase = FORWARD
         self._turn = 0
         self._vocabulary_size = vocabulary_size
-        self._rounding = ALLOCATION_BYTES if on_cuda else 1
         self._scratch = SCRATCH if on_cuda else {}
         self._device = device
         self._live: dict[int, tuple[Storage, Any]] = {}
@@ -95,7 +94,7 @@ class Watch(TorchDispatchMode):
     def _add(self, tensor: Tensor, kind: str) -> Storage:
         memory = tensor.untyped_storage()
         key = memory._cdata
-        storage = self.ledger.made(self._rounded(memory.nbytes()), kind)
+        storage = self.ledger.made(memory.nbytes(), kind)
 
         def free(_: Any) -> None:
             del self._live[key]
@@ -103,9 +102,6 @@ class Watch(TorchDispatchMode):
 
         self._live[key] = storage, weakref.ref(memory, free)
         return storage
-
-    def _rounded(self, num_bytes: int) -> int:
-        return rounded_up(num_bytes, self._rounding)
 
     def close(self) -> Ledger:
         """Stop writing down what is freed, and return what was written."""
@@ -190,7 +186,7 @@ class Watch(TorchDispatchMode):
                 self._add(tensor, self._kind((args, kwargs), tensor))
         if name in self._scratch:
             sizes = self._scratch[name](*args, **kwargs)
-            made = [self.ledger.made(self._rounded(n), ACTIVATIONS) for n in sizes]
+            made = [self.ledger.made(n, ACTIVATIONS) for n in sizes]
             for storage in made:
                 self.ledger.freed(storage)
         return output

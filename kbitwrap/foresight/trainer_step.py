@@ -13,7 +13,7 @@ from .blocks import Blocks
 from .fakes import FakeModel, tensors_in
 from .ledger import INPUTS, Ledger
 from .optimizers import OptimizerSteps, Shapes
-from .trace import Step, trained_shapes, watch_of, whole_step
+from .trace import Trace, trained_shapes, watch_of
 from .tracker import Watch
 from .trainers import Rehearsal
 
@@ -121,7 +121,7 @@ class TrainerStep:
 
     def trace(
         self, fakes: FakeModel, blocks: Blocks, batch_size: int, seq_len: int
-    ) -> Step:
+    ) -> Trace:
         """Run a step without values, and write down its memory.
 
         Args:
@@ -131,7 +131,7 @@ class TrainerStep:
             seq_len: Tokens in a sequence.
 
         Returns:
-            The step of the whole model.
+            The step that was run.
 
         Raises:
             NotRepeatedError: The blocks that are left out cannot be told from the
@@ -159,4 +159,4 @@ class TrainerStep:
             if self._optimizer is None:
                 self._optimizer = TrainerOptimizer(self.rehearsal, self._on_cuda)
             state, last = self._optimizer(fakes.mode, shapes)
-        return whole_step(ledger, blocks, state, last)
+        return Trace(ledger, blocks, state, last)
