@@ -76,18 +76,27 @@ class AdaptedTensor:
         """
         return self._readers[self._name](rows)
 
-    def merged(self, rows: Rows) -> Tensor:
+    def merged(self, rows: Rows, before: Tensor | None = None) -> Tensor:
         """Rows with the adapters merged, in float32.
 
         Where there is no adapter they are those of the base, in its dtype.
+
+        Args:
+            rows: The rows.
+            before: The same rows of the base, where they are known.
         """
+        if before is None:
+            before = self.base(rows)
         if self._merger is None:
-            return self.base(rows)
+            return before
 
         values = {}
         for name, read in self._readers.items():
+            base = before if name == self._name else read(rows)
             # copied even if float32 already: it is merged in place
-            values[name] = read(rows).to(torch.float32, copy=True)
+            values[name] = base.to(torch.float32, copy=True)
+
+        del before, base
 
         plain = float32_module(self._plain, values)
         del values

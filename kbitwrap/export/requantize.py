@@ -16,6 +16,9 @@ from .tally import Tally
 
 _MOST_ROUNDED = 2.0**-7  # of the largest value, by rounding to half
 _MOST_CLIPPED = 1e-3  # of a weight's elements, beyond the codes of their groups
+# The elements that are rounded at once: whole bytes of codes, whole words of random
+# numbers, and few enough for a CPU's cache.
+_AT_ONCE = 1 << 17
 _REMEDY = "merge it as 'mixed' or 'half', which lose nothing"
 
 
@@ -59,13 +62,15 @@ def requantize(
         before = tensor.base(rows).float()
         if not stored:
             _refuse_other_codes(fqn, codes, before)
-        value = tensor.merged(rows)
+        value = tensor.merged(rows, before)
         refuse_infinite(fqn, value, value)
-        delta = (value - before).flatten()
-        rounded = codes.round_at_random(start, delta, random)
-        tally.include(delta, rounded.off)
-        tally.num_clipped += rounded.num_clipped
-        stored.append(rounded.stored.to(torch.uint8))
+        delta = value.sub_(before).flatten()
+        for part in delta.split(_AT_ONCE):
+            rounded = codes.round_at_random(start, part, random)
+            start += len(part)
+            tally.include(part, rounded.off)
+            tally.num_clipped += rounded.num_clipped
+            stored.append(rounded.stored)
 
     share = tally.num_clipped / tensor.shape.numel()
     if share > _MOST_CLIPPED:

@@ -12,8 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-_NUM_BITS = 24  # of a random number, as many as a float32 has
-_ONE = 1 << _NUM_BITS
+_ONE = 1 << 16  # the parts that a step between two codes is counted in
 _NUM_BYTES = 1 << 8
 # The part of its scale that the largest of a group may lose without being counted.
 # Those at the ends cannot grow; rounding to 4 bits is off by as much there.
@@ -33,10 +32,9 @@ class RandomNumbers:
         self._bits = numpy.random.Philox(key=int.from_bytes(digest, "little"))
 
     def draw(self, number: int) -> Tensor:
-        """The next of them: int32, uniform in ``[0, 2**24)``, on the CPU."""
-        words = self._bits.random_raw(-(-number // 2)).astype("<u8", copy=False)
-        numbers = torch.from_numpy(words.view("<i4"))[:number]
-        return numbers.bitwise_and_(_ONE - 1)
+        """The next of them: int16, uniform, on the CPU. Four are cut from each word of 64 bits."""
+        words = self._bits.random_raw(-(-number // 4)).astype("<u8", copy=False)
+        return torch.from_numpy(words.view("<i2"))[:number]
 
 
 @dataclass(frozen=True)
@@ -99,18 +97,24 @@ class Codes:
         places = names.argsort()
 
         steps = self._values.diff()
+        self._are_even = torch.allclose(steps, steps[0])
         # The steps from each value upwards and downwards. Beyond the ends it is as far
         # as is not counted.
         end = steps.new_tensor([_MOST_BEYOND])
         above = torch.cat([steps, end])
         below = torch.cat([end, steps])
+        # Counted from the middle, a float32 holds the sum of a place and a random
+        # number, which is uniform around half a step, without rounding it.
+        self._middle = len(values) // 2
+        centers = (torch.arange(len(values)) - self._middle + 0.5) * _ONE + 0.5
+
         # by bytes, of which each has one or two codes
-        codes = self._codes_in_bytes(values.device)
-        self._places = _ByByte(places[codes].int())
-        self._of_codes = _ByByte(values[codes])
-        self._above = _ByByte(_ONE / above[places[codes]])
-        self._below = _ByByte(_ONE / below[places[codes]])
-        self._names = _ByByte(self._pack(names[codes]).int().unsqueeze(1))
+        in_bytes = places[self._codes_in_bytes(values.device)]
+        self._of_codes = _ByByte(self._values[in_bytes])
+        self._centers = _ByByte(centers.to(values.device)[in_bytes])
+        self._above = _ByByte(_ONE / above[in_bytes])
+        self._below = _ByByte(_ONE / below[in_bytes])
+        self._bytes = self._bytes_of_places(names)
 
     def has_scales_of(self, other: Codes) -> bool:
         """Whether the same codes are the same values in both."""
@@ -129,8 +133,8 @@ class Codes:
         """Add to some elements, and round each to one of the two codes around the sum.
 
         The upper one is taken with the probability ``(sum - lower) / (upper - lower)``,
-        so that the mean of the result is the sum (stochastic rounding: Gupta et al.
-        2015). An element to which nothing is added keeps its code.
+        to within 2**-16, so that the mean of the result is the sum (stochastic
+        rounding: Gupta et al. 2015). An element to which nothing is added keeps its code.
 
         Args:
             start: The first of the elements, which begins a byte.
@@ -139,25 +143,32 @@ class Codes:
         """
         number = len(delta)
         stored = self._bytes_of(start, number)
-        delta = nn.functional.pad(delta, (0, len(stored) * self.per_byte - number))
+        missing = len(stored) * self.per_byte - number
+        if missing:
+            delta = nn.functional.pad(delta, (0, missing))
         scales = self._scales_from(start, len(delta))
         added = delta / scales
-        before = self._places.of(stored)
-        values = self._of_codes.of(stored)
 
-        # The way to go is counted in steps between codes, each of ``_ONE`` parts.
+        # The way to go is counted in parts of a step.
         way = added.clamp(min=0).mul_(self._above.of(stored))
         way += added.clamp(max=0).mul_(self._below.of(stored))
         numbers = random.draw(len(delta)).to(delta.device)
-        places = way.int().add_(numbers).bitwise_right_shift_(_NUM_BITS).add_(before)
+        reached = self._centers.of(stored).add_(numbers).add_(way)
+        places = reached.mul_(1 / _ONE).floor_().add_(self._middle)
         places.clamp_(0, len(self._values) - 1)
-        reached = values + added
-        [far] = (way.abs_() > _ONE).nonzero(as_tuple=True)
-        places[far] = self._round(reached[far], numbers[far])
 
-        num_clipped = self._num_clipped(reached[far])
-        codes = self._names.of(self._pack(places))
-        off = self._of_codes.of(codes).sub_(values).mul_(scales).sub_(delta)
+        num_clipped = 0
+        values = self._of_codes.of(stored)
+        shortest, longest = way.aminmax()
+        if max(-shortest, longest) > _ONE:
+            [far] = (way.abs_() > _ONE).nonzero(as_tuple=True)
+            wanted = values[far] + added[far]
+            num_clipped = self._num_clipped(wanted)
+            if not self._are_even:  # the steps on the way have other lengths
+                places[far] = self._round(wanted, numbers[far])
+
+        codes = self._pack(places)
+        off = self._of_codes.of(codes.int()).sub_(values).mul_(scales).sub_(delta)
         return Rounded(codes, off[:number], num_clipped)
 
     def _num_clipped(self, reached: Tensor) -> int:
@@ -173,7 +184,7 @@ class Codes:
     def values_of(self, start: int, number: int) -> Tensor:
         """The values of some elements, the first at the beginning of a byte: flat, float32."""
         stored = self._bytes_of(start, number)
-        values = self._values[self._places.of(stored)[:number]]
+        values = self._of_codes.of(stored)[:number]
         return values.mul_(self._scales_from(start, number))
 
     def _bytes_of(self, start: int, number: int) -> Tensor:
@@ -188,7 +199,8 @@ class Codes:
         lower = upper - 1
         step = self._values[upper] - self._values[lower]
         way = (reached - self._values[lower]) / step * _ONE
-        return (lower + (numbers < way)).int()
+        is_upper = numbers + (_ONE / 2 + 0.5) < way
+        return (lower + is_upper).float()
 
     def _scales_from(self, start: int, number: int) -> Tensor:
         """The scale of each of some elements; none is 0, which nothing is divided by."""
@@ -207,9 +219,22 @@ class Codes:
             return byte.unsqueeze(1)
         return torch.stack([byte >> _HALF_BYTE, byte & 0x0F], dim=1)
 
-    def _pack(self, codes: Tensor) -> Tensor:
-        """The bytes that hold some codes, as integers."""
+    def _bytes_of_places(self, names: Tensor) -> Tensor:
+        """The byte that holds the codes of one place, or of two that are the bytes of an index."""
         if not self._is_half:
-            return codes.view(-1)
-        first, second = codes.view(-1, 2).unbind(1)
-        return (first << _HALF_BYTE) | second
+            return names.to(torch.uint8)
+
+        number = len(names)
+        pairs = torch.cartesian_prod(torch.arange(number), torch.arange(number))
+        indices = pairs.to(torch.uint8).view(torch.int16).flatten().long()
+        codes = names.cpu()[pairs]
+        table = torch.zeros(number * _NUM_BYTES, dtype=torch.uint8)
+        table[indices] = ((codes[:, 0] << _HALF_BYTE) | codes[:, 1]).to(torch.uint8)
+        return table.to(names.device)
+
+    def _pack(self, places: Tensor) -> Tensor:
+        """The bytes that hold the codes at some places, which are whole numbers in float32."""
+        indices = places.int()
+        if self._is_half:
+            indices = indices.to(torch.uint8).view(torch.int16).int()
+        return self._bytes.index_select(0, indices)
