@@ -24,7 +24,12 @@ from .quantization import follow_cuda, unlogged
 from .search import Search
 from .subject import PEFT, Subject, with_adapters
 from .trace import Step, Trace, trace
-from .trainer_arguments import batch_of, checkpointing_of
+from .trainer_arguments import (
+    batch_of,
+    check_alone,
+    checkpointing_of,
+    trainer_class,
+)
 from .trainer_step import TrainerStep
 from .unknown import Unknown, sampled_bytes, unknowns
 
@@ -177,10 +182,12 @@ class StepPredictor:
             )
         except ConfigError as error:
             raise ConfigError(f"autocast: {error}") from None
-        self._source = type(model_or_name_or_config).__name__
+        if args is not None:
+            trainer_class(args)
+            check_alone(args, optimizer, autocast, inputs)
+        self._source = model_or_name_or_config
         self._subject = functools.partial(
             Subject,
-            model_or_name_or_config,
             precision=precision,
             lora=lora,
             quantization_config=quantization_config,
@@ -207,7 +214,7 @@ class StepPredictor:
         made = self._made
         held = {kind: step.held[kind] for kind in KINDS if step.held[kind]}
         loading = made.subject.loading_bytes if self._on_cuda else None
-        notes = [*made.fakes.notes, *self._notes]
+        notes = [*self._trainer_notes(), *made.fakes.notes, *self._notes]
         if loading is not None and loading > step.peak_bytes:
             notes.append(LOADING_HIGHEST)
         return StepMemory(
@@ -224,6 +231,11 @@ class StepPredictor:
             notes=tuple(notes),
             warnings=(*made.subject.warnings, *self._warnings(seq_len)),
         )
+
+    def _trainer_notes(self) -> tuple[str, ...]:
+        """What the arguments of a trainer do not say."""
+        trainer = self._made.trainer
+        return () if trainer is None else trainer.rehearsal.notes
 
     def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
         """The notes on what the allocator of a CUDA device may count beside the figures."""
@@ -335,15 +347,22 @@ class StepPredictor:
     @functools.cached_property
     def _made(self) -> Made:
         """The model, built at the first time that it is asked for."""
-        what = f"a {self._source} cannot be copied or prepared"
+        what = f"a {type(self._source).__name__} cannot be copied or prepared"
         with _one_at_a_time(), _explained(what):
             trainer = None
             if self._args is None:
-                subject = self._subject(fields=self._fields, adapt=with_adapters)
+                subject = self._subject(
+                    self._source, fields=self._fields, adapt=with_adapters
+                )
             else:
                 trainer = TrainerStep(self._args, self._on_cuda)
                 fields = checkpointing_of(self._args) | self._fields
-                subject = self._subject(fields=fields, adapt=trainer.rehearsal.build)
+                rehearsal = trainer.rehearsal
+                subject = self._subject(
+                    rehearsal.source(self._source),
+                    fields=fields,
+                    adapt=rehearsal.build,
+                )
             blocks = Blocks(subject.model, is_exact=self._exact)
             fakes = FakeModel(subject.model)
             has_int8 = self._on_cuda and follow_cuda(fakes.model)

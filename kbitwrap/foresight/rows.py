@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
 
-_WORDS = ("<pad>", "<eos>", "<unk>")
+_WORD = "w"
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def tokenizer_of(vocabulary_size: int, ordinary: int) -> Any:
-    """A tokenizer of transformers for texts of the word ``w``, which is made in memory.
+    """A tokenizer of transformers for texts of one word, which is made in memory.
 
     Args:
         vocabulary_size: The number of the model's tokens.
-        ordinary: The token that ``w`` stands for.
+        ordinary: The token that the word stands for.
 
     Returns:
         The tokenizer.
@@ -23,11 +25,11 @@ def tokenizer_of(vocabulary_size: int, ordinary: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words: dict[str, int] = {"w": ordinary}
+    words: dict[str, int] = {_WORD: ordinary}
     free = (number for number in range(vocabulary_size) if number != ordinary)
-    words.update(zip(_WORDS, free, strict=False))
+    words.update(zip(_SPECIAL, free, strict=False))
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",
@@ -37,7 +39,11 @@ def tokenizer_of(vocabulary_size: int, ordinary: int) -> Any:
     )
 
 
-def _language_modeling(args: Any, token: int, seq_len: int) -> Row:
+def _text(length: int) -> str:
+    return " ".join([_WORD] * length)
+
+
+def _tokens(args: Any, token: int, seq_len: int) -> Row:
     """A row that transformers' own collator and TRL's for SFT take."""
     row: Row = {"input_ids": [token] * seq_len, "labels": [token] * seq_len}
     if getattr(args, "packing", False) and args.packing_strategy != "wrapped":
@@ -64,26 +70,54 @@ def _ranked(args: Any, token: int, seq_len: int) -> Row:
     return {"chosen_ids": ids, "rejected_ids": ids}
 
 
-_ROWS: dict[str, Callable[[Any, int, int], Row]] = {
-    "Trainer": _language_modeling,
-    "SFTTrainer": _language_modeling,
-    "DPOTrainer": _pair,
-    "RewardTrainer": _ranked,
-}
-"""Functions that make a row as the collator of a trainer takes it, by the name of the trainer's class."""
+def _prompt(args: Any, token: int, seq_len: int) -> Row:
+    """A prompt that leaves room for a completion."""
+    return {"prompt": _text(max(1, seq_len - completion_length(args, seq_len)))}
 
 
-def row_of(trainer: str, args: Any, token: int, seq_len: int) -> Row | None:
-    """A row of the full length.
+def completion_length(args: Any, seq_len: int) -> int:
+    """The tokens of a completion, in a sequence of so many: as many as the arguments allow beside a prompt."""
+    most = args.max_completion_length or seq_len
+    return max(1, min(most, seq_len - 1))
 
-    Args:
-        trainer: The name of the trainer's class.
-        args: The trainer's arguments.
-        token: The token that is repeated.
-        seq_len: Tokens in a sequence.
 
-    Returns:
-        The row; ``None`` for a trainer whose rows are not known.
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a trainer.
+
+    Attributes:
+        first: The columns of a row as a user has it, for the trainer's constructor.
+        make: Makes a row as the trainer's collator takes it, of its arguments, a token
+            that is repeated, and a length.
+        said: What is assumed of the rows.
     """
-    make = _ROWS.get(trainer)
-    return None if make is None else make(args, token, seq_len)
+
+    first: Row
+    make: Callable[[Any, int, int], Row]
+    said: str = ""
+
+
+_COMPLETIONS = (
+    "prompts and completions are given: what generates completions, and what scores them, "
+    "is not in the step"
+)
+_PAIRED = "prompts of pairs are taken to be half of each sequence"
+
+_ROWS = {
+    "Trainer": Rows({"input_ids": [0], "labels": [0]}, _tokens),
+    "SFTTrainer": Rows({"input_ids": [0, 0, 0, 0]}, _tokens),
+    "DPOTrainer": Rows(
+        {"prompt": _WORD, "chosen": f" {_WORD}", "rejected": f" {_WORD}"},
+        _pair,
+        _PAIRED,
+    ),
+    "RewardTrainer": Rows({"chosen": _text(2), "rejected": _text(2)}, _ranked),
+    "GRPOTrainer": Rows({"prompt": _WORD}, _prompt, _COMPLETIONS),
+    "RLOOTrainer": Rows({"prompt": _WORD}, _prompt, _COMPLETIONS),
+}
+"""The rows by the name of the trainer's class."""
+
+
+def rows_of(trainer: str) -> Rows | None:
+    """The rows of a trainer by the name of its class; ``None`` where they are not known."""
+    return _ROWS.get(trainer)

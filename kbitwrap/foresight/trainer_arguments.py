@@ -39,6 +39,7 @@ _QUIET: dict[str, Any] = {
     "warmup_steps": 0,
     "dataset_num_proc": None,
     "log_completions": False,
+    "use_vllm": False,
 }
 _REFUSED = ("deepspeed", "fsdp", "torch_compile")
 
@@ -106,6 +107,31 @@ def quiet_copy(args: Any) -> Any:
     return copied
 
 
+def check_alone(args: Any, optimizer: Any, autocast: Any, inputs: Any) -> None:
+    """Refuse settings of a step that the arguments say already.
+
+    Args:
+        args: The arguments.
+        optimizer: The optimizer that was given, or the default.
+        autocast: The dtype of autocast that was given, or ``None``.
+        inputs: The batch that was given, or ``None``.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    own = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in ("adamw_torch", own):
+        raise ConfigError(f"optimizer: it is args.optim, {own!r}: leave it out")
+    if autocast is not None:
+        raise ConfigError(
+            "autocast: it is what args say of bf16 and fp16: leave it out"
+        )
+    if inputs is not None:
+        raise ConfigError(
+            "inputs: the batch is the one that the trainer's collator makes: leave them out"
+        )
+
+
 def checkpointing_of(args: Any) -> dict[str, Any]:
     """The fields of ``PrepareConfig`` that say of checkpointing what the arguments say."""
     fields = {}
@@ -118,9 +144,11 @@ def checkpointing_of(args: Any) -> dict[str, Any]:
     return fields
 
 
-def batch_of(
-    args: Any, batch_size: int | None, seq_len: int | None
-) -> tuple[int | None, int | None]:
+PROMPT = 512
+"""Tokens of a prompt, where no argument says it."""
+
+
+def batch_of(args: Any, batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
     """The batch that the arguments describe.
 
     Args:
@@ -129,10 +157,18 @@ def batch_of(
         seq_len: Tokens in a sequence; likewise.
 
     Returns:
-        Both numbers; ``None`` for what they do not say.
+        Both numbers.
+
+    Raises:
+        ConfigError: The arguments say no length, and none is given.
     """
     if batch_size is None:
         batch_size = args.per_device_train_batch_size
     if seq_len is None:
         seq_len = getattr(args, "max_length", None)
+    completion = getattr(args, "max_completion_length", None)
+    if seq_len is None and completion is not None:
+        seq_len = PROMPT + completion
+    if seq_len is None:
+        raise ConfigError(f"seq_len: {type(args).__name__} says no length: give one")
     return batch_size, seq_len

@@ -7,12 +7,14 @@ import inspect
 import tempfile
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
+from ..model.pretrained import classes_of, read_config
 from .batch import ordinary_token
-from .rows import Row, row_of, tokenizer_of
+from .rows import Row, completion_length, rows_of, tokenizer_of
 from .trainer_arguments import quiet_copy, trainer_class
 from .untouched import OwnState
 
@@ -29,6 +31,7 @@ def _told(cls: Any) -> Any:
 
     class Told(cls):  # type: ignore[misc]
         listener: Any = None
+        completion: list[int] = []  # noqa: RUF012
         _batches: Any = None
 
         def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +47,11 @@ def _told(cls: Any) -> Any:
             self._batches = None
             return super().training_step(*args, **kwargs)
 
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            """Make it with values: some compute tables."""
+            with _disable_current_modes():
+                return super().create_optimizer(*args, **kwargs)
+
         def _clip_grad_norm(self, model: Any) -> float:
             return 0.0
 
@@ -52,17 +60,19 @@ def _told(cls: Any) -> Any:
                 self.listener.end(self.optimizer)
             return 0.0
 
-        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-            """Make it with values: some compute tables."""
-            with _disable_current_modes():
-                return super().create_optimizer(*args, **kwargs)
-
         def clip(self, model: nn.Module) -> Any:
             """Clip the gradients of a model as the trainer does."""
             norm = None
             if self.args.max_grad_norm > 0:
                 norm = super()._clip_grad_norm(model)
             return super()._get_grad_norm(model, grad_norm=norm)
+
+        def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+            """Completions in place of generated ones; an engine tells their log-probabilities too."""
+            completions = [list(self.completion) for _ in prompt_ids]
+            if not self.use_vllm:
+                return completions, None
+            return completions, [[-1.0] * len(one) for one in completions]
 
         def _send_telemetry(self) -> None:
             """Report nothing: this is no training."""
@@ -71,26 +81,65 @@ def _told(cls: Any) -> Any:
     return Told
 
 
+def _reward(completions: Any, **_: Any) -> list[float]:
+    """A function that scores completions, of which some are better."""
+    return [float(number % 2) for number, _ in enumerate(completions)]
+
+
 class Rehearsal:
     """A trainer around a model without values.
 
     Args:
-        args: The arguments that the real trainer gets.
+        args: The arguments that the real trainer gets; they are not changed.
 
     Attributes:
-        trainer: The trainer, once its model is there.
+        name: The name of the trainer's class.
         args: The copy of the arguments that it has.
-        name: The name of its class.
+        trainer: The trainer, once its model is there.
+        process: The state of the process in which it runs.
+
+    Raises:
+        ConfigError: There is no trainer for the arguments, or its step is not predicted.
     """
 
     def __init__(self, args: Any) -> None:
-        self._class = trainer_class(args)
-        self.name: str = self._class.__name__
-        self._takes = inspect.signature(self._class.__init__).parameters
+        cls = trainer_class(args)
+        self.name: str = cls.__name__
+        rows = rows_of(self.name)
+        if rows is None or not hasattr(cls, "_get_grad_norm"):
+            raise ConfigError(f"args: the step of {self.name} is not predicted")
+        self._class = cls
+        self._rows = rows
+        self._takes = inspect.signature(cls.__init__).parameters
         self.args = quiet_copy(args)
         self.trainer: Any = None
-        self.token = 0
         self.process = OwnState()
+        self._uses_engine = getattr(args, "use_vllm", False)
+        self._token = 0
+
+    def source(self, source: Any) -> Any:
+        """What the model is built from: the config of one that scores sequences, where the trainer trains those.
+
+        Args:
+            source: A model, or a name, folder or config of one.
+
+        Returns:
+            The same, or a config.
+
+        Raises:
+            ConfigError: The architecture has no such model.
+        """
+        if self.name != "RewardTrainer" or isinstance(source, nn.Module):
+            return source
+        config = read_config(source)
+        classes = classes_of("AutoModelForSequenceClassification", config)
+        if not classes:
+            raise ConfigError(
+                f"args: transformers has no model for rewards of a {type(config).__name__}"
+            )
+        config.architectures = [classes[0].__name__]
+        config.num_labels = 1
+        return config
 
     def build(self, model: Any, lora: Any) -> nn.Module:
         """Make the trainer.
@@ -101,43 +150,53 @@ class Rehearsal:
 
         Returns:
             The model that it trains.
+
+        Raises:
+            ConfigError: The trainer refuses the arguments.
         """
         with self.process.in_force(), tempfile.TemporaryDirectory() as folder:
             self.args.output_dir = folder
-            return self._build(model, lora)
+            try:
+                return self._build(model, lora)
+            except (ValueError, NotImplementedError, ImportError) as error:
+                said = str(error).partition("\n")[0]
+                raise ConfigError(f"args: {self.name} refuses them: {said}") from error
 
     def _build(self, model: Any, lora: Any) -> nn.Module:
         _ = self.args.device  # is set up before there is an accelerator
-        self.token = ordinary_token(model)
-        config = model.config.get_text_config()
+        self._token = ordinary_token(model)
         if getattr(model, "hf_device_map", None) is not None:
             model.hf_device_map = {"": "cpu"}
-        tokenizer = tokenizer_of(config.vocab_size, self.token)
+        vocabulary_size = model.config.get_text_config().vocab_size
         options: dict[str, Any] = {}
         if lora is not None and "peft_config" in self._takes:
             options["peft_config"] = lora
         elif lora is not None:
             model = importlib.import_module("peft").get_peft_model(model, lora)
-        rows: Any = [self.row(4)] * 2
+        if "reward_funcs" in self._takes:
+            options["reward_funcs"] = _reward
+        rows: Any = [self._rows.first] * 4
         if self.name != "Trainer":
             rows = importlib.import_module("datasets").Dataset.from_list(rows)
+            tokenizer = tokenizer_of(vocabulary_size, self._token)
             options["processing_class"] = tokenizer
-        self.trainer = _told(self._class)(
+        trainer = _told(self._class)(
             model=model, args=self.args, train_dataset=rows, **options
         )
-        accelerator = self.trainer.accelerator
+        accelerator = trainer.accelerator
         accelerator.device_placement = False  # the model is where it is
         accelerator.free_memory = lambda *objects: objects  # there is none
         printer = importlib.import_module("transformers").PrinterCallback
-        self.trainer.remove_callback(printer)
-        return self.trainer.model  # type: ignore[no-any-return]
+        trainer.remove_callback(printer)
+        if self._uses_engine:
+            trainer.use_vllm = True
+        self.trainer = trainer
+        return trainer.model  # type: ignore[no-any-return]
 
-    def row(self, seq_len: int) -> Row:
-        """A row of the trainer's data set, of the full length."""
-        row = row_of(self.name, self.args, self.token, seq_len)
-        if row is None:
-            raise ConfigError(f"args: the batches of {self.name} are not known")
-        return row
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is assumed that the arguments do not say."""
+        return (self._rows.said,) if self._rows.said else ()
 
     def train(self, batch_size: int, seq_len: int, listener: Any) -> None:
         """Run one step.
@@ -145,15 +204,35 @@ class Rehearsal:
         Args:
             batch_size: Sequences in a batch of one micro-step.
             seq_len: Tokens in a sequence.
-            listener: What is told of the step.
+            listener: What is told where the step begins, with its batches, and ends.
         """
         trainer = self.trainer
-        number = batch_size * self.args.gradient_accumulation_steps
-        trainer.train_dataset = [self.row(seq_len)] * number
-        self.args.per_device_train_batch_size = batch_size
-        trainer._train_batch_size = batch_size
+        for name, value in vars(trainer).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                # weights of rewards and the like: no size depends on their values
+                vars(trainer)[name] = torch.ones(value.shape, dtype=value.dtype)
+        number = self._set_batch_size(batch_size)
+        row: Row = self._rows.make(self.args, self._token, seq_len)
+        trainer.train_dataset = [row] * number
+        if "prompt" in row:
+            trainer.completion = [self._token] * completion_length(self.args, seq_len)
+            trainer._buffered_inputs = None  # completions are made in each step
         trainer.listener = listener
         try:
             trainer.train()
         finally:
             trainer.listener = None
+
+    def _set_batch_size(self, batch_size: int) -> int:
+        """Set the size of batches, and return the rows of a step."""
+        args = self.args
+        args.per_device_train_batch_size = batch_size
+        self.trainer._train_batch_size = batch_size
+        steps = getattr(args, "steps_per_generation", None)
+        if steps is None:
+            return batch_size * args.gradient_accumulation_steps  # type: ignore[no-any-return]
+        args.generation_batch_size = batch_size * steps
+        if args.generation_batch_size % args.num_generations:
+            # of how many prompts they are changes no size
+            self.trainer.num_generations = args.generation_batch_size
+        return args.generation_batch_size * max(1, args.gradient_accumulation_steps)  # type: ignore[no-any-return]
