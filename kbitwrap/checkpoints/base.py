@@ -21,6 +21,7 @@ from ..config import StrPath
 from ..errors import ConfigError
 from ..manifest.manifest import Manifest
 from ..manifest.pending import BaseCheck
+from ..model.bitsandbytes_layers import is_pending
 from ..model.pretrained import (
     classes_of,
     load_pending,
@@ -31,7 +32,6 @@ from ..model.pretrained import (
 from ..model.quantization import (
     SKIPPED_LAYERS,
     is_of_another_library,
-    is_pending,
     is_quantized_parameter,
 )
 from ..model.wrappers import canonical_fqn

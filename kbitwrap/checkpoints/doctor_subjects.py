@@ -16,9 +16,10 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..manifest.manifest import Manifest
+from ..model.bitsandbytes_layers import quant_state_of
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import meta_model
-from ..model.quantization import Quantization, is_quantized_parameter, quant_state_of
+from ..model.quantization import Quantization, is_quantized_parameter
 from ..model.tree import CONFIG_ATTRIBUTES, ModelTree
 from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.preparation import Preparation

@@ -15,12 +15,8 @@ from tqdm.auto import tqdm
 
 from ..config import StrPath
 from ..export.plain import is_transposed
-from ..model.quantization import (
-    codes_of,
-    is_quantized_layer,
-    quantized_layer,
-    share_of_codes,
-)
+from ..model.bitsandbytes_layers import codes_of, quantized_layer, share_of_codes
+from ..model.quantization import is_quantized_layer
 from ..model.tree import ModelTree, join
 from ..model.wrappers import unwrap
 from ..reports import TensorMeasure, first_of

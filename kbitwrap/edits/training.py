@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.quantization import (
-    KERNEL,
+from ..model.bitsandbytes_layers import (
     REPACKS,
     RUNTIME_ATTRIBUTES,
-    has_runtime_state,
     in_other_layout,
     is_repacked,
     quant_state_of,
@@ -25,6 +23,7 @@ from ..model.quantization import (
     unpacked_copy,
     unpacked_state,
 )
+from ..model.quantization import KERNEL, has_runtime_state
 from ..model.records import MARK, MemoryRef, ParameterRecord
 from ..model.tree import ModelTree, Node, only_reading
 from .base import (

@@ -10,13 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..model.quantization import (
-    Rows,
-    dequantized_dtype,
-    dequantizer,
-    is_quantized_layer,
-    is_quantized_parameter,
-)
+from ..model.bitsandbytes_layers import Rows, dequantized_dtype, dequantizer
+from ..model.quantization import is_quantized_layer, is_quantized_parameter
 from ..tensors.lazy import values_of
 from .adapters import ActiveLayer
 from .float32 import float32_module

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.quantization import Rows, is_quantized_layer
+from ..model.bitsandbytes_layers import Rows
+from ..model.quantization import is_quantized_layer
 from ..model.tree import shallow_copy
 from .adapters import ActiveLayer, is_tuner_layer
 from .float32 import QUANTIZED_MODULES, float32_layer, probe_of

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ExportError
-from ..model.quantization import (
-    STATISTICS,
-    Rows,
-    dequantized_dtype,
-    is_quantized_layer,
-    is_quantized_parameter,
-)
+from ..model.bitsandbytes_layers import STATISTICS, Rows, dequantized_dtype
+from ..model.quantization import is_quantized_layer, is_quantized_parameter
 from ..model.tree import join
 from ..reports import TensorMeasure
 from ..tensors.lazy import LazyTensor

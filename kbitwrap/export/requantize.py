@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ExportError
-from ..model.quantization import codes_of
+from ..model.bitsandbytes_layers import codes_of
 from ..tensors.codes import Codes, RandomNumbers
 from .adapted import AdaptedTensor
 from .adapters import ActiveLayer, refuse_infinite

@@ -21,7 +21,8 @@ from ..edits.norms import Float32Forward
 from ..edits.stand_ins import STAND_INS
 from ..edits.storage import StorageChange
 from ..errors import ExportError
-from ..model.quantization import has_runtime_state, lacks_statistics, unpacked_copy
+from ..model.bitsandbytes_layers import lacks_statistics, unpacked_copy
+from ..model.quantization import has_runtime_state
 from ..model.records import Mark, ParameterRecord
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, unwrap

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..model.quantization import is_quantized_parameter, quantized_stacks, state_owners
+from ..model.bitsandbytes_layers import state_owners
+from ..model.quantization import is_quantized_parameter, quantized_stacks
 
 
 def _parts_of_product() -> Callable[..., Tensor]:

@@ -20,13 +20,9 @@ from tqdm.auto import tqdm
 from ..errors import ExportError, ManifestError
 from ..export.sharding import Gathering
 from ..export.twin import build_twin
+from ..model.bitsandbytes_layers import is_pending, quantized_layer
 from ..model.checks import refuse_unreadable
-from ..model.quantization import (
-    DISTRIBUTIONS,
-    is_pending,
-    is_quantized_parameter,
-    quantized_layer,
-)
+from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
 from ..model.wrappers import COPIES, loaded_class
 from ..preparation.original import Buffer

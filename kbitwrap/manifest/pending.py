@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from ..model.quantization import is_pending, quantized_layer, when_quantized
+from ..model.bitsandbytes_layers import is_pending, quantized_layer, when_quantized
 from ..model.tree import ModelTree, join
 from .contents import records_of_layer
 from .manifest import Manifest, read_found

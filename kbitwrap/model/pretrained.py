@@ -23,7 +23,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ..errors import ConfigError
 from ..reports import first_sentence, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
-from .quantization import is_quantized_layer, is_quantized_parameter, make_pending
+from .bitsandbytes_layers import make_pending
+from .quantization import is_quantized_layer, is_quantized_parameter
 
 # Tried in this order where the config names no architecture.
 _AUTO_CLASSES = (

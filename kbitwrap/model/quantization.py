@@ -1,6 +1,6 @@
 """How a model is quantized, and what that permits.
 
-The only file that names the quantization libraries.
+It names the quantization libraries, and so does `bitsandbytes_layers.py`.
 
 Half parameters outside the quantized layers are upcast where bitsandbytes quantized
 these, told by attributes of the model or by its layers. They are never cast beside
@@ -11,13 +11,9 @@ that was loaded.
 
 from __future__ import annotations
 
-import copy
 import functools
-import math
 import sys
-import types
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +21,14 @@ import torch
 from torch import nn
 
 from ..tensors.bits import is_composed, parts_of
-from ..tensors.codes import Codes
 from .wrappers import loaded_class
 
 DISTRIBUTIONS = (
     "bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto", "compressed-tensors",
 )  # fmt: skip
 """The libraries that quantize, as package indexes call them."""
-STATISTICS = ("SCB", "quant_state")
-"""The attributes of a bitsandbytes weight that hold what its codes are computed by."""
 SKIPPED_LAYERS = "llm_int8_skip_modules"
 """The field of a config of bitsandbytes for the layers that stay as they are."""
-_NEXT_TO_ZERO = 2.0**-20  # less than all values of codes
-Rows = slice | types.EllipsisType
-"""Some rows of a tensor, or the whole of it, of whatever shape."""
 _SELF_MANAGED_IN_PEFT = ("gptq", "aqlm", "eetq", "hqq", "torchao")
 _DEQUANTIZED_BY_LIBRARY = (
     "awq",
@@ -244,246 +234,6 @@ def detect_as_peft(model: nn.Module) -> Quantization:
     return Quantization(None)
 
 
-def is_pending(module: nn.Module) -> bool:
-    """Whether a bitsandbytes layer is not quantized yet.
-
-    Its weight has the values that moving it to a device would quantize. Those who read it
-    read what that would give, so that a large model is never quantized as a whole.
-    """
-    weight = module._parameters.get("weight")
-    if weight is None or not is_quantized_parameter(weight):
-        return False
-
-    if not weight.is_floating_point():
-        return False
-
-    if type(weight).__name__ != "Params4bit":
-        return not getattr(weight, "has_fp16_weights", True)
-
-    fields = vars(module)
-    shape = fields.get("out_features"), fields.get("in_features")
-    # Half storage, too, can be packed, in one column.
-    return quant_state_of(module, weight) is None and weight.shape == shape
-
-
-def make_pending(module: nn.Module, values: torch.Tensor) -> None:
-    """Give a layer that transformers made for quantized weights what is to be quantized."""
-    conv1d = loaded_class("transformers.pytorch_utils", "Conv1D")
-    if issubclass(vars(module)["source_cls"], conv1d):
-        values = values.t()
-
-    made = module.get_parameter("weight")
-    cls: Any = type(made)
-    weight = cls(values.detach(), requires_grad=False, **vars(made))
-    module._parameters["weight"] = weight
-
-
-def quantized_layer(module: nn.Module) -> nn.Module:
-    """A bitsandbytes layer, quantized: a copy where it is pending.
-
-    All copies share one weight, as long as any of them is there.
-    """
-    if not is_pending(module):
-        return module
-
-    pending: Any = module.get_parameter("weight")
-    watcher = vars(pending).pop(_WATCHER, None)
-    shared = vars(pending).get(_SHARED)
-    weight = None if shared is None else shared()
-    if weight is None:
-        weight = _quantized(pending)
-        vars(pending)[_SHARED] = weakref.ref(weight)
-
-    layer = copy.copy(module)
-    layer.__dict__ = {**vars(module), "_parameters": {**module._parameters}}
-    layer._parameters["weight"] = weight
-    if watcher is not None:
-        watcher(layer)
-    return layer
-
-
-def when_quantized(module: nn.Module, watcher: Callable[[nn.Module], None]) -> None:
-    """Call a function once, with the copy of a pending layer that is quantized next.
-
-    It sees a layer that somebody reads, which is not quantized again for it.
-    """
-    vars(module.get_parameter("weight"))[_WATCHER] = watcher
-
-
-_SHARED = "quantized_copy"
-"""The attribute of a pending weight for a weak reference to its quantized copy."""
-_WATCHER = "watcher_of_quantized_copy"
-"""The attribute of a pending weight for what is called with its next copy."""
-_AT_ONCE = 1 << 20
-"""The values that are quantized at once; a multiple of every block size.
-
-Quantizing takes forty times the bytes of its result. With fewer at once, threads that
-want the same cores as other processes wait for one another most of the time.
-"""
-
-
-def _quantized(pending: Any) -> Any:
-    """The weight that a pending one becomes when it is moved to its device."""
-    if type(pending).__name__ == "Int8Params":
-        return _to_8_bits(pending)
-    return _to_4_bits(pending)
-
-
-def _to_8_bits(pending: Any) -> Any:
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    values = pending.detach().as_subclass(torch.Tensor)
-    num_rows = max(_AT_ONCE // max(values.shape[1], 1), 1)
-    parts = [
-        functional.int8_vectorwise_quant(part.half()) for part in values.split(num_rows)
-    ]
-    codes = torch.cat([part[0] for part in parts])
-    scales = torch.cat([part[1] for part in parts])
-    return type(pending)(codes, requires_grad=False, CB=codes, SCB=scales)
-
-
-def _to_4_bits(pending: Any) -> Any:
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    flat = pending.detach().as_subclass(torch.Tensor).reshape(-1)
-    codes, scales = [], []
-    for part in flat.split(_AT_ONCE):
-        packed, state = functional.quantize_4bit(
-            part,
-            blocksize=pending.blocksize,
-            quant_type=pending.quant_type,
-            quant_storage=pending.quant_storage,
-        )
-        codes.append(packed)
-        scales.append(state.absmax)
-
-    state.absmax = torch.cat(scales)
-    state.shape = pending.shape
-    if pending.compress_statistics:
-        _compress(state)
-
-    weight = torch.Tensor._make_subclass(type(pending), torch.cat(codes))
-    fields = {**vars(pending), "quant_state": state, "bnb_quantized": True}
-    fields.pop(_SHARED, None)
-    vars(weight).update(fields)
-    return weight
-
-
-def _compress(state: Any) -> None:
-    """Quantize the statistics of a 4-bit weight, as bitsandbytes does."""
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    state.offset = state.absmax.mean()
-    state.absmax, state.state2 = functional.quantize_blockwise(
-        state.absmax - state.offset, blocksize=256
-    )
-    state.nested = True
-
-
-def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
-    """A function that computes rows of a bitsandbytes layer's weight, as it runs.
-
-    The weight has the shape ``(out_features, in_features)``.
-    """
-    module = quantized_layer(module)
-    weight = unpacked_copy(module.get_parameter("weight"))
-    values = weight.detach().as_subclass(torch.Tensor)
-    if weight.dtype == torch.int8:
-        scales = _scales_of_rows(module, weight)
-        return functools.partial(_rows_of_8_bits, weight, scales)
-
-    state = quant_state_of(module, weight)
-    if state is None:  # it was loaded with ``has_fp16_weights``
-        return values.__getitem__
-
-    return _FourBitRows(weight, state)
-
-
-def _rows_of_8_bits(
-    weight: torch.Tensor, scales: torch.Tensor, rows: Rows
-) -> torch.Tensor:
-    """Rows of an 8-bit weight.
-
-    The scales are of rows: LLM.int8(), Dettmers et al. 2022, section 2.
-    """
-    codes = weight.detach().as_subclass(torch.Tensor)
-    return codes[rows].float().mul_(scales.view(-1, 1)[rows]).div_(127)
-
-
-class _FourBitRows:
-    """Computes rows of a 4-bit weight, and holds that as long as it is there."""
-
-    def __init__(self, weight: torch.Tensor, state: Any) -> None:
-        self._weight = weight
-        codes = weight.detach().as_subclass(torch.Tensor)
-        self._codes = codes.view(torch.uint8).reshape(-1, 1)
-        self._state = copy.copy(state)
-        self._state.absmax = _scales_of_blocks(state)
-        self._state.nested = False
-
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        functional: Any = sys.modules["bitsandbytes.functional"]
-        state = copy.copy(self._state)
-        num_rows, width = state.shape[0], math.prod(state.shape[1:])
-        if rows is ... or width % state.blocksize:
-            return functional.dequantize_4bit(self._codes, state)[rows]  # type: ignore[no-any-return]
-
-        start, stop, _ = rows.indices(num_rows)
-        blocks = slice(
-            start * width // state.blocksize, stop * width // state.blocksize
-        )
-        state.absmax = state.absmax[blocks]
-        state.shape = torch.Size((stop - start, *state.shape[1:]))
-        codes = self._codes[start * width // 2 : stop * width // 2]
-        return functional.dequantize_4bit(codes, state)  # type: ignore[no-any-return]
-
-
-def dequantized_dtype(module: nn.Module, weight: torch.Tensor) -> torch.dtype | None:
-    """The dtype of the values of a layer's weight, where it is quantized to 4 bits."""
-    if type(weight).__name__ == "Params4bit" and is_pending(module):
-        return weight.dtype
-
-    state = quant_state_of(module, weight)
-    return None if state is None else state.dtype
-
-
-def _scales_of_rows(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """The scales of an 8-bit weight's rows: LLM.int8(), Dettmers et al. 2022, section 2."""
-    scales = getattr(weight, "SCB", None)
-    scales = vars(module)["state"].SCB if scales is None else scales
-    return scales.to(weight.device)  # type: ignore[no-any-return]
-
-
-def _scales_of_blocks(state: Any) -> torch.Tensor:
-    """The scales of a 4-bit weight's blocks, which double quantization stores in 8 bits."""
-    scales: torch.Tensor = state.absmax
-    if not state.nested:
-        return scales
-
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    return functional.dequantize_blockwise(scales, state.state2) + state.offset  # type: ignore[no-any-return]
-
-
-def codes_of(module: nn.Module) -> Codes | None:
-    """The codes of a bitsandbytes layer's weight.
-
-    ``None`` of a layer that was loaded with ``has_fp16_weights``.
-    """
-    weight = unpacked_copy(module.get_parameter("weight"))
-    stored = weight.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
-    if weight.dtype == torch.int8:
-        codes = torch.arange(256, device=stored.device).to(torch.uint8)
-        values = codes.view(torch.int8).float() / 127
-        scales = _scales_of_rows(module, weight)
-        return Codes(stored, values, scales.float(), weight.shape[1])
-
-    state = quant_state_of(module, weight)
-    if state is None:
-        return None
-
-    values = state.code.float().clone()
-    [zeros] = (values == 0).nonzero(as_tuple=True)
-    values[zeros[1:]] = -_NEXT_TO_ZERO  # fp4 has a -0, which stays another code
-    return Codes(stored, values, _scales_of_blocks(state).float(), state.blocksize)
-
-
 def is_made_plain(module: nn.Module) -> bool:
     """Whether a library made of a layer more than one with a weight of its class.
 
@@ -647,50 +397,8 @@ def is_of_a_quantizer(conversion: Any) -> bool:
     )
 
 
-REPACKS = "support_avx512bf16_for_cpu"
-"""The attribute of a ``Linear4bit`` that says whether it repacks its weight.
-
-It does when it runs in eval mode on the CPU.
-"""
-RUNTIME_ATTRIBUTES = ("compute_dtype", "compute_type_is_set", REPACKS)
-"""The attributes that a bitsandbytes layer sets on itself when it runs.
-
-The last of them says what it does then.
-"""
-
 KERNEL = "linear_mode"
 """The attribute of a layer of gptqmodel for the kernel that its first run chose."""
-
-
-def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
-    """The share of a bitsandbytes layer's codes that values are quantized to.
-
-    They are quantized as the layer was, and are all rows of the weight, or its first.
-    Other values than those it was made of give few of its codes.
-    """
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    module = quantized_layer(module)
-    weight = unpacked_copy(module.get_parameter("weight"))
-    codes = weight.detach().as_subclass(torch.Tensor)
-    if weight.dtype == torch.int8:
-        found, _, _ = functional.int8_vectorwise_quant(values.half())
-        return float((found == codes[: len(found)]).float().mean())
-
-    state = quant_state_of(module, weight)
-    if state is None:
-        return 0.0
-
-    packed, _ = functional.quantize_4bit(
-        values.to(state.dtype),
-        blocksize=state.blocksize,
-        quant_type=state.quant_type,
-        quant_storage=codes.dtype,
-    )
-    own = codes.view(torch.uint8).flatten()
-    made = packed.view(torch.uint8).flatten()
-    differing = own[: len(made)] ^ made
-    num_same = (differing & 0x0F == 0).sum() + (differing & 0xF0 == 0).sum()
-    return float(num_same) / (2 * len(differing))
 
 
 def has_kernel_without_backward(module: nn.Module) -> bool:
@@ -700,157 +408,3 @@ def has_kernel_without_backward(module: nn.Module) -> bool:
     """
     kernel = vars(module).get(KERNEL)
     return getattr(kernel, "value", kernel) == "inference"
-
-
-@dataclass
-class StateOwner:
-    """An object beside a layer that holds quantization state of it."""
-
-    name: str
-    holder: Any
-    # of the fields that hold state, where others do not
-    names: tuple[str, ...] | None = None
-
-    def fields(self) -> dict[str, Any]:
-        """The fields that hold the state."""
-        fields = vars(self.holder)
-        if self.names is None:
-            return dict(fields)
-
-        return {name: fields[name] for name in self.names if name in fields}
-
-    def replace(self, fields: dict[str, Any]) -> None:
-        """Give it these fields, in their order, in place of those that hold state."""
-        names = self.names
-        own = vars(self.holder).items()
-        others = {name: one for name, one in own if names and name not in names}
-        self.holder.__dict__ = others | fields
-
-
-def state_owners(module: nn.Module, weight: torch.Tensor) -> list[StateOwner]:
-    """The objects that hold the quantization state of a layer."""
-    owners = [
-        StateOwner("weight", weight, ("CB", *STATISTICS)),
-        StateOwner("state", vars(module).get("state")),
-        StateOwner("quant_state", getattr(weight, "quant_state", None)),
-    ]
-    return [owner for owner in owners if owner.holder is not None]
-
-
-def quant_state_of(module: nn.Module, weight: torch.Tensor) -> Any:
-    """The 4-bit statistics of a layer's weight, or ``None``.
-
-    Sharding leaves them on the layer only.
-    """
-    state = getattr(weight, "quant_state", None)
-    return getattr(module, "quant_state", None) if state is None else state
-
-
-def lacks_statistics(module: nn.Module) -> bool:
-    """Whether a bitsandbytes layer has lost its statistics.
-
-    Without these, its weight cannot be computed.
-    """
-    weight = module._parameters.get("weight")
-    if weight is None or not is_quantized_parameter(weight) or is_pending(module):
-        return False
-
-    if weight.dtype == torch.int8:
-        owners = (weight, vars(module).get("state"))
-        return all(getattr(owner, "SCB", None) is None for owner in owners)
-
-    is_four_bit = type(weight).__name__ == "Params4bit"
-    return is_four_bit and quant_state_of(module, weight) is None
-
-
-def is_repacked(fields: Mapping[str, Any]) -> bool:
-    """Whether 4-bit statistics are those of a weight that its layer has repacked.
-
-    Layers do so for CPUs with AVX512-BF16.
-    """
-    return bool(fields.get("packing_format_for_cpu", False))
-
-
-def was_ever_repacked(quant_state: Any) -> bool:
-    """Whether a layer has ever repacked its 4-bit weight.
-
-    Its statistics stay rounded when it is unpacked.
-    """
-    return quant_state is not None and "packing_format_for_cpu" in vars(quant_state)
-
-
-def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
-    """The bytes of a 4-bit weight in the other of its two layouts.
-
-    It is a permutation of nibbles, hence exact.
-    """
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    # bitsandbytes writes into the state that it is given
-    state = copy.copy(quant_state)
-    # and would compute statistics that nobody reads
-    state.nested = state.original_nested = False
-    inverse = "_inverse" if is_repacked(vars(state)) else ""
-    convert = getattr(functional, f"_convert_weight_packed_for_cpu{inverse}")
-    return convert(weight.data, state)[0]  # type: ignore[no-any-return]
-
-
-def unpack_statistics(state: Any) -> None:
-    """Make the statistics of a repacked weight those of the other layout, in place.
-
-    Their rounding stays.
-    """
-    state.absmax = state.absmax.T.reshape(-1).float()
-    state.nested = False
-    if state.original_nested:
-        _compress(state)
-
-    state.dtype = state.original_dtype
-    for name in (
-        "packing_format_for_cpu",
-        "original_dtype",
-        "original_nested",
-        "original_qshape",
-        "original_storage_type",
-    ):
-        vars(state).pop(name, None)
-
-
-Settle = Callable[[dict[str, Any]], None]
-"""A function that makes the fields of copied statistics the recorded ones."""
-
-
-def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
-    """The 4-bit statistics of a weight that is not repacked.
-
-    They are those given, or a copy where its layer has repacked the weight.
-    """
-    if not was_ever_repacked(quant_state):
-        return quant_state
-
-    state = copy.copy(quant_state)
-    if settle is not None:
-        settle(vars(state))
-
-    if is_repacked(vars(state)):
-        unpack_statistics(state)
-
-    return state
-
-
-def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.Tensor:
-    """A weight that is not repacked for the CPU.
-
-    It is the one given, or a copy where its layer has ever repacked it.
-    """
-    quant_state = getattr(weight, "quant_state", None)
-    if not was_ever_repacked(quant_state):
-        return weight
-
-    data = weight.data
-    if is_repacked(vars(quant_state)):
-        data = in_other_layout(weight, quant_state)
-
-    copied = torch.Tensor._make_subclass(type(weight), data)
-    vars(copied).update(vars(weight))
-    vars(copied)["quant_state"] = unpacked_state(quant_state, settle)
-    return copied

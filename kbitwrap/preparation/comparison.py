@@ -15,7 +15,8 @@ from torch import nn
 
 from ..edits.base import HeldOriginal
 from ..edits.storage import StorageChange
-from ..model.quantization import quant_state_of, was_decompressed
+from ..model.bitsandbytes_layers import quant_state_of
+from ..model.quantization import was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, join
 from ..model.wrappers import is_flattened, is_sharded_tensor

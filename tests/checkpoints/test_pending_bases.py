@@ -15,13 +15,14 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import kbitwrap.export.adapted as adapted_module
-import kbitwrap.model.quantization as quantization_module
+import kbitwrap.model.bitsandbytes_layers as layers_module
 import kbitwrap.tensors.bits as bits_module
 from kbitwrap import ConfigError, ManifestMismatchError, doctor, merge_checkpoint, stamp_adapter
 from kbitwrap.checkpoints.adapters import read_adapter
 from kbitwrap.checkpoints.base import load_adapted, load_base
 from kbitwrap.manifest.contents import Contents, read_contents
-from kbitwrap.model.quantization import dequantizer, is_pending, is_quantized_layer, make_pending, quantized_layer
+from kbitwrap.model.bitsandbytes_layers import dequantizer, is_pending, make_pending, quantized_layer
+from kbitwrap.model.quantization import is_quantized_layer
 from kbitwrap.model.tree import ModelTree
 from support import zoo
 from support.memory import allocations, peak
@@ -138,7 +139,7 @@ def layers(quant: str, width: int, storage: torch.dtype = torch.uint8) -> tuple[
 def test_rows_are_those_of_the_whole_weight(
     quant: str, width: int, storage: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization_module, "_AT_ONCE", 4096)
+    monkeypatch.setattr(layers_module, "_AT_ONCE", 4096)
     usual, pending = layers(quant, width, storage)
     whole = dequantizer(usual)(...)
     for layer in (usual, pending):
@@ -152,8 +153,8 @@ def test_rows_are_those_of_the_whole_weight(
 def test_a_pending_weight_is_quantized_once_for_all_who_read_it_at_a_time(
     quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = mock.Mock(wraps=quantization_module._quantized)
-    monkeypatch.setattr(quantization_module, "_quantized", counted)
+    counted = mock.Mock(wraps=layers_module._quantized)
+    monkeypatch.setattr(layers_module, "_quantized", counted)
     _, pending = layers(quant, 64)
     for times in (1, 2):
         readers = [dequantizer(pending), dequantizer(pending)]
@@ -168,7 +169,7 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As few values at a time as of tensors that are a hundred times as large.
-    monkeypatch.setattr(quantization_module, "_AT_ONCE", 1 << 14)
+    monkeypatch.setattr(layers_module, "_AT_ONCE", 1 << 14)
     monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(bits_module, "_PIECE", 1 << 16)
     config = transformers.LlamaConfig(
@@ -213,8 +214,8 @@ def test_a_base_is_quantized_once_to_be_used_and_compared_with_its_manifest(
     merge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_layers = sum(map(is_quantized_layer, zoo.load("llama").modules()))
-    counted = mock.Mock(wraps=quantization_module._quantized)
-    monkeypatch.setattr(quantization_module, "_quantized", counted)
+    counted = mock.Mock(wraps=layers_module._quantized)
+    monkeypatch.setattr(layers_module, "_quantized", counted)
     assert doctor(merge / "merged", base=merge / "base", adapter=merge / "adapter").findings == ()
     assert counted.call_count == num_layers + 1  # on one of them a merge is tried out
     counted.reset_mock()

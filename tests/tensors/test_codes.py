@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from kbitwrap.model.quantization import codes_of
+from kbitwrap.model.bitsandbytes_layers import codes_of
 from kbitwrap.tensors.codes import Codes, RandomNumbers
 
 KINDS = ("nf4", "fp4", "nf4 double", "int8")
