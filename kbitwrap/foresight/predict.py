@@ -15,6 +15,7 @@ from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
 from .batch import MOST_TOKENS, batch_shape, complete, make_batch
 from .blocks import Blocks
+from .devices import Devices
 from .fakes import OPERATION, FakeModel, TooLongError
 from .ledger import KINDS
 from .loading import LOADING_HIGHEST
@@ -51,6 +52,9 @@ def predict_step(
     optimizer: Any = "adamw_torch",
     autocast: Any = None,
     kernels: str = "cuda",
+    engine: str | None = None,
+    num_devices: int = 1,
+    gradient_as_bucket_view: bool = False,
     exact: bool = False,
     **fields: Any,
 ) -> StepMemory:
@@ -87,6 +91,10 @@ def predict_step(
             ``TrainingArguments(bf16=True)``; ``None`` for none.
         kernels: ``"cuda"`` to follow the operations of a CUDA device, ``"cpu"`` those
             of a CPU.
+        engine: ``"ddp"`` or ``"fsdp2"`` for the step on one of several devices;
+            ``batch_size`` is then what each of them gets.
+        num_devices: The number of devices.
+        gradient_as_bucket_view: As of ``DistributedDataParallel``.
         exact: Run every block, and not a few of each kind whose memory the others
             repeat.
         **fields: Fields of ``PrepareConfig``.
@@ -127,6 +135,9 @@ def predict_step(
         optimizer=optimizer,
         autocast=autocast,
         kernels=kernels,
+        engine=engine,
+        num_devices=num_devices,
+        gradient_as_bucket_view=gradient_as_bucket_view,
         exact=exact,
         **fields,
     )
@@ -167,11 +178,21 @@ class StepPredictor:
         optimizer: Any = "adamw_torch",
         autocast: Any = None,
         kernels: str = "cuda",
+        engine: str | None = None,
+        num_devices: int = 1,
+        gradient_as_bucket_view: bool = False,
         exact: bool = False,
         **fields: Any,
     ) -> None:
         if kernels not in ("cuda", "cpu"):
             raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
+        self._devices = Devices(
+            engine, num_devices, gradient_as_bucket_view, kernels == "cuda"
+        )
+        if gradient_as_bucket_view and args is not None:
+            raise ConfigError(
+                "gradient_as_bucket_view: only without args, whose trainer keeps gradients apart"
+            )
         self.precision = PEFT
         if precision != PEFT:
             config = PrepareConfig.of(None, {"precision": precision})
@@ -192,6 +213,7 @@ class StepPredictor:
             lora=lora,
             quantization_config=quantization_config,
             dtype=dtype,
+            engine=engine,
         )
         self._args = args
         self._fields = fields
@@ -210,7 +232,8 @@ class StepPredictor:
             batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
         batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
         with _one_at_a_time():
-            step = self._trace(batch_size, seq_len).step
+            alone = self._trace(batch_size, seq_len).step
+        step = self._devices.on_each(alone)
         made = self._made
         held = {kind: step.held[kind] for kind in KINDS if step.held[kind]}
         loading = made.subject.loading_bytes if self._on_cuda else None
@@ -227,7 +250,10 @@ class StepPredictor:
             loading_bytes=loading,
             traced_blocks=made.blocks.num_kept,
             num_blocks=made.blocks.num_all,
-            unknown=self._unknown(step, batch_size * seq_len),
+            unknown=(
+                *self._unknown(step, batch_size * seq_len),
+                *self._devices.unknown(alone),
+            ),
             notes=tuple(notes),
             warnings=(*made.subject.warnings, *self._warnings(seq_len)),
         )
@@ -284,7 +310,7 @@ class StepPredictor:
                 return None
 
         known = [other[1] for other in self._traces if other[0] == batch_size]
-        search = Search(trace_at, parse_bytes(budget), limit)
+        search = Search(trace_at, self._peak_of, parse_bytes(budget), limit)
         return search(known or [2048])
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
@@ -300,10 +326,15 @@ class StepPredictor:
         known = [other[0] for other in self._traces if other[1] == seq_len]
         search = Search(
             lambda number: self._trace(number, seq_len),
+            self._peak_of,
             parse_bytes(budget),
             MOST_TOKENS // seq_len,
         )
         return search(known or [1])
+
+    def _peak_of(self, found: Trace) -> int:
+        """The peak of a step on each of the devices."""
+        return self._devices.on_each(found.step).peak_bytes
 
     def _trace(self, batch_size: int, seq_len: int) -> Trace:
         """Run the step of a batch, unless it was run before."""
@@ -365,6 +396,8 @@ class StepPredictor:
                 )
             blocks = Blocks(subject.model, is_exact=self._exact)
             fakes = FakeModel(subject.model)
+            with fakes.mode:
+                self._devices.join(fakes.model)
             has_int8 = self._on_cuda and follow_cuda(fakes.model)
             return Made(subject, fakes, blocks, has_int8, trainer)
 

@@ -92,14 +92,21 @@ class Search:
     Args:
         trace_at: Runs the step of a size; ``None`` of it is one that the model cannot
             run.
+        peak_of: The peak of a step that was run, which on one of several devices is not
+            its own.
         budget: The budget, in bytes.
         limit: The largest size.
     """
 
     def __init__(
-        self, trace_at: Callable[[int], Trace | None], budget: int, limit: int
+        self,
+        trace_at: Callable[[int], Trace | None],
+        peak_of: Callable[[Trace], int],
+        budget: int,
+        limit: int,
     ) -> None:
         self._trace_at = trace_at
+        self._peak_of = peak_of
         self._budget = budget
         self._limit = limit
         self._traces: dict[int, Trace] = {}
@@ -128,7 +135,7 @@ class Search:
             return _OVER_EVERY_BUDGET
         self._traces[size] = trace
         self._sequences[size] = Sequence.of(trace.ledger)
-        return trace.step.peak_bytes
+        return self._peak_of(trace)
 
     def _guess(self, tried: dict[int, int], budget: int) -> int | None:
         """Guess by the growth of the traces that are of one order with the one that came nearest."""

@@ -18,6 +18,7 @@ from ..model.checks import tree_of
 from ..model.pretrained import ASSUMED, meta_model
 from ..model.tree import ModelTree
 from ..model.wrappers import REPLACES
+from ..preparation.engines import check_sharding
 from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
 from .fakes import Memory, in_memory_of
@@ -166,6 +167,7 @@ class Subject:
             QLoRA's choice of layers (Dettmers et al. 2023), here of rank 16: adapters
             on every linear layer.
         fields: Fields of ``PrepareConfig``.
+        engine: What shards or repeats it on several devices, if something does.
         adapt: Gives the model adapters of a config; of ``None``, where it has some.
     """
 
@@ -178,9 +180,12 @@ class Subject:
         quantization_config: Any,
         dtype: Any,
         fields: Mapping[str, Any],
+        engine: str | None,
         adapt: Callable[[nn.Module, Any], nn.Module],
     ) -> None:
         base = base_of(source, quantization_config, dtype)
+        if engine is not None:
+            _refuse_untrained(base, precision, engine)
         # one that lives was loaded
         is_loaded = isinstance(source, nn.Module)
         self.loading_bytes = None if is_loaded else loading_bytes(base)
@@ -214,6 +219,20 @@ class Subject:
         self.warnings = assumed if preparation is None else preparation.plan.warnings
         self.model = model.train()
         self.name = type(base).__name__
+
+
+def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
+    """Refuse a precision whose model an engine does not train; PEFT's own stores what ``full`` stores."""
+    name = (
+        "full"
+        if precision == PEFT
+        else PrepareConfig.of(None, {"precision": precision}).precision.value
+    )
+    outcome = check_sharding(model, engine).outcomes[name]
+    if not outcome.trains:
+        raise UnsupportedModelError(
+            f"engine: {engine!r} does not train this model with precision {name!r}: {outcome.notes[0]}"
+        )
 
 
 def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:

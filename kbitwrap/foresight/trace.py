@@ -39,23 +39,29 @@ class Trace:
     Attributes:
         ledger: The storages of the step that was run.
         blocks: The model's blocks.
+        trained: The parameters that are trained.
         state: The optimizer's state.
         last: The runs of the optimizer's step.
     """
 
     ledger: Ledger
     blocks: Blocks
+    trained: Shapes
     state: Ledger
     last: list[Run]
 
-    def held(self, measure: Measure = in_bytes) -> Sizes:
-        """The memory that the whole model holds before the step, by kind."""
-        by_part: dict[Part | None, Sizes] = {}
+    def held_by_each(self, measure: Measure = in_bytes) -> list[Sizes]:
+        """The memory that each part of the model holds before the step, by kind: the root first, then the blocks."""
+        by_part: dict[Part | None, Sizes] = {None: Sizes()}
         for storage, part in self.ledger.holders.items():
             sizes = by_part.setdefault(part, Sizes())
             sizes[storage.kind] += measure(storage)
+        return list(self.blocks.whole(by_part))
+
+    def held(self, measure: Measure = in_bytes) -> Sizes:
+        """The memory that the whole model holds before the step, by kind."""
         total = Sizes()
-        for sizes in self.blocks.whole(by_part):
+        for sizes in self.held_by_each(measure):
             total.update(sizes)
         return total
 
@@ -86,10 +92,14 @@ class Trace:
         held = self.static(_in_large_blocks)
         runs = self.blocks.whole_step(self.ledger, _in_large_blocks)
         counted = highest_levels(held, runs)
+        root, *units = self.held_by_each()
         return Step(
             held=self.static(),
             levels=self.levels(),
             most_blocks=max(sum(level.values()) for level in counted.values()),
+            trained=self.trained,
+            units=units,
+            root=root,
         )
 
 
@@ -101,11 +111,17 @@ class Step(Peaks):
         held: The bytes by kind that are held before it.
         levels: The bytes by kind at the highest level of each phase.
         most_blocks: The most storages of an allocator's large blocks at a time.
+        trained: The parameters that are trained, in the model's order.
+        units: What each block holds before it, by kind.
+        root: What the rest of the model holds.
     """
 
     held: Sizes
     levels: Levels
     most_blocks: int
+    trained: Shapes
+    units: list[Sizes]
+    root: Sizes
 
 
 def trace(
@@ -161,7 +177,7 @@ def trace(
             ledger = blocks.expect_repeated(ledger, run)
     shapes = trained_shapes(model, blocks)
     state, last = optimizer(fakes.mode, shapes)
-    return Trace(ledger, blocks, state, last)
+    return Trace(ledger, blocks, shapes, state, last)
 
 
 def watch_of(model: nn.Module, blocks: Blocks, on_cuda: bool) -> Watch:

@@ -159,4 +159,4 @@ class TrainerStep:
             if self._optimizer is None:
                 self._optimizer = TrainerOptimizer(self.rehearsal, self._on_cuda)
             state, last = self._optimizer(fakes.mode, shapes)
-        return Trace(ledger, blocks, state, last)
+        return Trace(ledger, blocks, shapes, state, last)

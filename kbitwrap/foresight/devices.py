@@ -1,0 +1,222 @@
+"""A step on several devices: what DistributedDataParallel and FSDP2 add to each, and what they shard."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .cuda import ALLOCATION_BYTES
+from .ledger import (
+    ADAPTERS,
+    GRADIENTS,
+    OPTIMIZER,
+    OPTIMIZER_STEP,
+    WEIGHTS,
+    Sizes,
+    rounded_up,
+)
+from .optimizers import Shapes
+from .trace import Step
+from .unknown import Unknown
+
+DDP, FSDP2 = "ddp", "fsdp2"
+_REFUSED = {
+    "fsdp1": "its flat parameters are laid out by wrappers that only the script knows; 'fsdp2' shards the same",
+    "zero2": "DeepSpeed's buckets and partitions are settings of its own config; 'ddp' holds what is not partitioned",
+    "zero3": "DeepSpeed gathers by thresholds of its own config; 'fsdp2' shards the same",
+}
+_SHARDED = (WEIGHTS, ADAPTERS, OPTIMIZER)
+_BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb by default
+_FIRST_BUCKET_BYTES = 1 << 20  # c10d's kDefaultFirstBucketBytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of a step, which all do the same.
+
+    Attributes:
+        engine: ``"ddp"`` or ``"fsdp2"``; ``None`` on one device.
+        num_devices: How many they are.
+        has_views: Whether gradients are views of DistributedDataParallel's buckets.
+        on_cuda: Whether they are CUDA devices.
+    """
+
+    engine: str | None
+    num_devices: int
+    has_views: bool
+    on_cuda: bool
+
+    def __post_init__(self) -> None:
+        number = self.num_devices
+        if self.engine in _REFUSED:
+            raise ConfigError(
+                f"engine: {self.engine!r} is not predicted: {_REFUSED[self.engine]}"
+            )
+        if self.engine not in (None, DDP, FSDP2):
+            raise ConfigError(
+                f"engine: expected 'ddp' or 'fsdp2', found {self.engine!r}"
+            )
+        if type(number) is not int or number < 1:
+            raise ConfigError(
+                f"num_devices: expected a positive number, found {number!r}"
+            )
+        if (self.engine is None) != (number == 1):
+            raise ConfigError(
+                f"num_devices: expected 1 without an engine and more with one, found {number} with {self.engine!r}"
+            )
+        if self.has_views and self.engine != DDP:
+            raise ConfigError(
+                f"gradient_as_bucket_view: only with engine='ddp', found {self.engine!r}"
+            )
+
+    def join(self, model: nn.Module) -> None:
+        """Let gradients become views of buckets as soon as they are made, where they do.
+
+        Args:
+            model: The model with fake tensors, under their mode.
+        """
+        if not self.has_views:
+            return
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                _reduce_into(parameter, torch.empty_like(parameter))
+
+    def on_each(self, step: Step) -> Step:
+        """The step on each device, from that of one device alone.
+
+        Args:
+            step: The step on one device.
+
+        Returns:
+            The step with what the engine holds, and without what lies on others.
+        """
+        if self.engine == DDP:
+            buckets = Sizes({GRADIENTS: self._bucket_bytes(step.trained)})
+            return _changed(step, lambda level, _: level + buckets)
+        if self.engine == FSDP2:
+            return _changed(
+                step, lambda level, phase: self._sharded(step, level, phase)
+            )
+        return step
+
+    def unknown(self, step: Step) -> tuple[Unknown, ...]:
+        """What a library does not promise of a step on several devices.
+
+        Args:
+            step: The step on one device.
+        """
+        if self.engine == DDP:
+            maps = rounded_up(4 * len(step.trained), ALLOCATION_BYTES)
+            return (
+                Unknown(
+                    "DDP's map of unused parameters, with find_unused_parameters",
+                    0,
+                    maps,
+                ),
+            )
+        if self.engine != FSDP2:
+            return ()
+        unit = _largest_unit(step)
+        gathered = unit[WEIGHTS] + unit[ADAPTERS]
+        trained = _trained_bytes(step.trained)
+        num_units = max(1, len(step.units))
+        return (
+            Unknown(
+                "the next unit that FSDP2 gathers ahead, and the buffers that both come in",
+                0,
+                3 * gathered,
+            ),
+            Unknown(
+                "gradients that FSDP2 has reduced to shards before others are made",
+                -self._elsewhere(trained),
+                0,
+            ),
+            Unknown(
+                "the buffers in which FSDP2 reduces the gradients of two units",
+                0,
+                4 * -(-trained // num_units),
+            ),
+        )
+
+    def _bucket_bytes(self, shapes: Shapes) -> int:
+        """The bytes of the buckets: gradients get ready from the last parameter to the first."""
+        tensors = [
+            torch.empty(shape.size, dtype=shape.dtype, device="meta")
+            for shape in reversed(shapes)
+        ]
+        if not tensors:
+            return 0
+        limits = [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+        distributed: Any = torch.distributed
+        assign = distributed._compute_bucket_assignment_by_size
+        total = 0
+        for bucket in assign(tensors, limits)[0]:
+            size = sum(tensors[index].nbytes for index in bucket)
+            total += rounded_up(size, ALLOCATION_BYTES if self.on_cuda else 1)
+        return total
+
+    def _elsewhere(self, size: int) -> int:
+        """The bytes of sharded tensors that lie on other devices."""
+        return size - -(-size // self.num_devices)
+
+    def _sharded(self, step: Step, level: Sizes, phase: str | None) -> Sizes:
+        """A level with shards in place of what is sharded.
+
+        In both passes the root and one unit are gathered; gradients are whole until
+        they are reduced.
+        """
+        sharded = level.copy()
+        for kind in _SHARDED:
+            sharded[kind] -= self._elsewhere(level[kind])
+        if phase is None:
+            return sharded
+        if phase == OPTIMIZER_STEP:
+            sharded[GRADIENTS] -= self._elsewhere(level[GRADIENTS])
+            return sharded
+        largest = _largest_unit(step)
+        for kind in (WEIGHTS, ADAPTERS):
+            sharded[kind] += step.root[kind] + largest[kind]
+        return sharded
+
+
+def _reduce_into(parameter: Tensor, view: Tensor) -> None:
+    def reduce(trained: Tensor) -> None:
+        trained.grad = view
+
+    parameter.register_post_accumulate_grad_hook(reduce)
+
+
+def _changed(step: Step, change: Any) -> Step:
+    """A step whose levels are changed.
+
+    Args:
+        step: The step.
+        change: Makes another level of one, and of its phase; that is ``None`` before the
+            step.
+
+    Returns:
+        The other step.
+    """
+    levels = {}
+    for phase, level in step.levels.items():
+        changed = change(Sizes(level), phase)
+        levels[phase] = {kind: size for kind, size in changed.items() if size}
+    return dataclasses.replace(step, held=change(step.held, None), levels=levels)
+
+
+def _largest_unit(step: Step) -> Sizes:
+    """What the largest block holds; nothing where all lies in the root."""
+    return max(
+        step.units, key=lambda unit: unit[WEIGHTS] + unit[ADAPTERS], default=Sizes()
+    )
+
+
+def _trained_bytes(shapes: Shapes) -> int:
+    total = 0
+    for shape in shapes:
+        total += shape.size.numel() * shape.dtype.itemsize
+    return total
