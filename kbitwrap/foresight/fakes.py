@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
@@ -11,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +29,7 @@ from .quantization import quantize_fakes, replace_tensors, warm_tables
 OPERATION = "_kbitwrap_operation"
 """The attribute of an exception that names the operation which raised it."""
 
+_aten = torch.ops.aten
 _LARGE = 1 << 24  # bytes of a tensor whose values are not worth computing
 
 
@@ -215,6 +221,11 @@ class KnownValues(TorchDispatchMode):
         self.has_assumed = False
         self.has_given = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch is to guard each operation from its compiler: nothing is compiled here."""
+        return False
+
     def _is_known(self, tensor: Tensor) -> bool:
         if not _is_real(tensor):
             return False
@@ -224,6 +235,8 @@ class KnownValues(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run one operation for real if all that it reads is known and what it makes is small."""
+        if asks_for_device(func, args):
+            return args[0].device
         kwargs = kwargs or {}
         try:
             return self._run(func, args, kwargs)
@@ -252,6 +265,8 @@ class KnownValues(TorchDispatchMode):
             self.has_assumed = True
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
+        if func in _SHAPED_ON_META and all(map(_is_fake, tensors_in((args, kwargs)))):
+            return _shaped_on_meta(func, args, kwargs)
         computed = func(*args, **kwargs)
         output = _as_computed(name, args, computed)
         written = list(filter(_is_real, _written(func, args, kwargs)))
@@ -272,7 +287,7 @@ class KnownValues(TorchDispatchMode):
             return False
         # What depends on values has no fake result; its size is at most that of what it
         # reads. What is written in place is there already, and would be written twice.
-        if func._schema.is_mutable or not _DEPENDING.isdisjoint(func.tags):
+        if _is_mutable(func) or not _DEPENDING.isdisjoint(func.tags):
             made = tensors
         else:
             made = tensors_in(func(*args, **kwargs))
@@ -308,24 +323,89 @@ _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, such as the arguments or outputs of an operation."""
-    leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _add_tensors(value, found)
+    return found
+
+
+def _add_tensors(value: Any, found: list[Tensor]) -> None:
+    """Add the tensors in a value; what operations take is told apart without torch's slower trees."""
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif type(value) in (tuple, list):
+        for part in value:
+            _add_tensors(part, found)
+    elif type(value) is dict:
+        for part in value.values():
+            _add_tensors(part, found)
+    elif not isinstance(value, _PLAIN):
+        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+_PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
+
+
+_SHAPED_ON_META = {
+    _aten.add.Tensor,
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.mm.default,
+    _aten.mul.Tensor,
+    _aten.mul.Scalar,
+    _aten.neg.default,
+    _aten.pow.Tensor_Scalar,
+    _aten.rsqrt.default,
+    _aten.silu.default,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+}
+"""Operations of one tensor that most of a step consists of: the modes of fake tensors add nothing to their meta kernels."""
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def _shaped_on_meta(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Run the meta kernel of an operation, without the bookkeeping that takes longer than it."""
+    mode = args[0].fake_mode
+    with in_kernel_invocation_manager(mode):
+        made = func(*args, **kwargs)
+    return FakeTensor(mode, made, args[0].fake_device)
+
+
+def asks_for_device(func: Any, args: Any) -> bool:
+    """Whether an operation asks a fake tensor for its device, as every second one does: no memory is in it."""
+    return func is _DEVICE and isinstance(args[0], FakeTensor)
+
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def _is_real(value: Any) -> bool:
     return type(value) is Tensor
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether what an operation makes lies in the memory of what it reads, and it writes nothing there."""
     aliases = [made.alias_info for made in func._schema.returns]
     return any(alias and not alias.is_write for alias in aliases)
 
 
+@functools.cache
+def _is_mutable(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation writes to."""
     written: list[Any] = []
-    if not func._schema.is_mutable:
+    if not _is_mutable(func):
         return written
     for position, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
@@ -347,12 +427,14 @@ class FakeModel:
         model: The same.
         mode: The mode of its fake tensors.
         notes: What was assumed of values in it.
+        was_run: Whether it was run before, so that what a first forward leaves is there.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.notes: tuple[str, ...] = ()
+        self.was_run = False
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._memory: Memory = {}
         warm_tables()

@@ -169,15 +169,26 @@ def trace(
         return watch.close()
 
     with fakes.running():
-        with torch.no_grad():
-            # what a first forward leaves on its modules is there in later steps
-            forward()
+        # what a first forward leaves on its modules is there in later steps
+        if not fakes.was_run:
+            with torch.no_grad():
+                forward()
+            fakes.was_run = True
+        held = _held_bytes(model)
         ledger = run()
+        if held != _held_bytes(model):
+            ledger = run()  # a longer sequence may leave more
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
     shapes = trained_shapes(model, blocks)
     state, last = optimizer(fakes.mode, shapes)
     return Trace(ledger, blocks, shapes, state, last)
+
+
+def _held_bytes(model: nn.Module) -> list[int]:
+    """The bytes of each tensor that a model holds."""
+    tensors = held_tensors(ModelTree(model))
+    return [tensor.untyped_storage().nbytes() for tensor, _, _ in tensors]
 
 
 def watch_of(model: nn.Module, blocks: Blocks, on_cuda: bool) -> Watch:
