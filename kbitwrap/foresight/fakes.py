@@ -363,7 +363,7 @@ _SHAPED_ON_META = {
     _aten.view.default,
     _aten._unsafe_view.default,
 }
-"""Operations of one tensor that most of a step consists of: the modes of fake tensors add nothing to their meta kernels."""
+"""Operations that most of a step consists of: torch's mode of fake tensors adds nothing to their meta kernels."""
 
 
 def _is_fake(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -97,6 +98,16 @@ class OptimizerSteps:
 
     def _clip(self, trained: list[nn.Parameter]) -> Any:
         """Clip the gradients, where the step does; what is returned is held until its end."""
+
+
+@functools.cache
+def named_steps(name: str, on_cuda: bool) -> OptimizerSteps:
+    """The steps of a named optimizer, for every model of a process.
+
+    They depend on shapes alone, and one of a 7B's 448 adapters takes as long as the
+    model's passes.
+    """
+    return OptimizerSteps(name, on_cuda)
 
 
 def _hold(watch: Watch, optimizer: Any, on_cuda: bool = False) -> None:

@@ -20,7 +20,7 @@ from .fakes import OPERATION, FakeModel, TooLongError
 from .ledger import KINDS
 from .loading import LOADING_HIGHEST
 from .memory import StepMemory
-from .optimizers import OptimizerSteps
+from .optimizers import OptimizerSteps, named_steps
 from .quantization import follow_cuda, unlogged
 from .search import Search
 from .subject import PEFT, Subject, with_adapters
@@ -221,7 +221,8 @@ class StepPredictor:
         self._kernels = kernels
         self._on_cuda = kernels == "cuda"
         self._exact = exact
-        self._optimizer = OptimizerSteps(optimizer, self._on_cuda)
+        steps = named_steps if isinstance(optimizer, str) else OptimizerSteps
+        self._optimizer = steps(optimizer, self._on_cuda)
         self._traces: dict[tuple[int, int], Trace] = {}
 
     def __call__(
