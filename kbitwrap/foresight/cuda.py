@@ -80,6 +80,9 @@ class CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.is_autocast_enabled("cpu"):
             args, kwargs = _autocast(func, args, kwargs)
+        if func is torch.Tensor.backward:
+            with self:  # what checkpoints run again is under it too
+                return _backward(*args, **kwargs)
         if func is _ATTENTION:
             return attention(*args, **kwargs)
         if func is _DROPOUT:
@@ -87,6 +90,21 @@ class CudaFunctions(TorchFunctionMode):
         if func in _SOFTMAX:
             return _softmax(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _backward(loss: Tensor, *_: Any, **__: Any) -> None:
+    """The backward pass of a loss, by the engine itself: torch's functions would turn the mode off."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    gradient = torch.ones_like(loss)
+    engine.run_backward(
+        (loss,),
+        (gradient,),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -262,7 +262,7 @@ class StepPredictor:
     def _trainer_notes(self) -> tuple[str, ...]:
         """What the arguments of a trainer do not say."""
         trainer = self._made.trainer
-        return () if trainer is None else trainer.rehearsal.notes
+        return () if trainer is None else trainer.notes
 
     def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
         """The notes on what the allocator of a CUDA device may count beside the figures."""

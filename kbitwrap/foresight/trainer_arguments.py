@@ -41,7 +41,7 @@ _QUIET: dict[str, Any] = {
     "log_completions": False,
     "use_vllm": False,
 }
-_REFUSED = ("deepspeed", "fsdp", "torch_compile")
+_REFUSED = ("deepspeed", "fsdp", "torch_compile", "use_liger_kernel")
 
 
 def trainer_class(args: Any) -> Any:
@@ -91,9 +91,18 @@ def quiet_copy(args: Any) -> Any:
             raise ConfigError(
                 f"args.{name}: a step is predicted for one device without it"
             )
+    loading = getattr(args, "model_init_kwargs", None) or {}
+    attention = str(loading.get("attn_implementation", ""))
+    if "/" in attention or loading.get("use_kernels"):
+        raise ConfigError(
+            "args.model_init_kwargs: what kernels of the hub hold is not known: leave out "
+            "use_kernels, and an attn_implementation of the hub"
+        )
     refuse_unpredicted(str(getattr(args.optim, "value", args.optim)))
     copied = copy.copy(args)
     fields = vars(copied)
+    if copied.fp16:  # which no accelerator takes on a CPU
+        fields.update({"fp16": False, "bf16": True})
     for name, value in fields.items():
         if isinstance(value, (dict, list)):
             fields[name] = copy.deepcopy(value)
@@ -129,6 +138,16 @@ def check_alone(args: Any, optimizer: Any, autocast: Any, inputs: Any) -> None:
     if inputs is not None:
         raise ConfigError(
             "inputs: the batch is the one that the trainer's collator makes: leave them out"
+        )
+
+
+def check_on_cuda(args: Any) -> None:
+    """Refuse what moves activations to the host, where a CPU would leave them in their place."""
+    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or {}
+    if getattr(args, "activation_offloading", False) or kwargs.get("offload"):
+        raise ConfigError(
+            "args.activation_offloading: what stays on a CUDA device with it is not "
+            "predicted: leave it out for the most that the step holds"
         )
 
 

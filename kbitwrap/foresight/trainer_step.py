@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import cuda
 from .blocks import Blocks
 from .fakes import FakeModel, tensors_in
+from .kernels import SAID, fused_heads_on_cuda
 from .ledger import INPUTS, Ledger
 from .optimizers import OptimizerSteps, Shapes
 from .trace import Trace, trained_shapes, watch_of
 from .tracker import Watch
+from .trainer_arguments import check_on_cuda
 from .trainers import Rehearsal
 
 
@@ -116,8 +119,27 @@ class TrainerStep:
 
     def __init__(self, args: Any, on_cuda: bool) -> None:
         self.rehearsal = Rehearsal(args)
+        if on_cuda:
+            check_on_cuda(args)
+        self._has_fused_heads = False
         self._on_cuda = on_cuda
         self._optimizer: OptimizerSteps | None = None
+
+    @contextlib.contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """Follow the operations of the device."""
+        if not self._on_cuda:
+            yield
+            return
+        with cuda.CudaFunctions(), fused_heads_on_cuda() as launches:
+            yield
+        self._has_fused_heads = launches.has_any
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is assumed, and which kernels are followed by a rule."""
+        notes = self.rehearsal.notes
+        return (*notes, SAID) if self._has_fused_heads else notes
 
     def trace(
         self, fakes: FakeModel, blocks: Blocks, batch_size: int, seq_len: int
@@ -149,9 +171,8 @@ class TrainerStep:
             shapes = count.shapes
             return count.ledger
 
-        functions = cuda.CudaFunctions() if self._on_cuda else contextlib.nullcontext()
         with self.rehearsal.process.in_force():
-            with fakes.running(gives_figures=True), functions:
+            with fakes.running(gives_figures=True), self._kernels():
                 run()  # what a first step leaves on its modules is there in later ones
                 ledger = run()
                 if blocks.is_cut and not blocks.is_tried:

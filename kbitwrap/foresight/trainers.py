@@ -114,6 +114,7 @@ class Rehearsal:
         self.args = quiet_copy(args)
         self.trainer: Any = None
         self.process = OwnState()
+        self._is_fp16 = args.fp16
         self._uses_engine = getattr(args, "use_vllm", False)
         self._token = 0
 
@@ -188,6 +189,8 @@ class Rehearsal:
         accelerator.free_memory = lambda *objects: objects  # there is none
         printer = importlib.import_module("transformers").PrinterCallback
         trainer.remove_callback(printer)
+        if self._is_fp16:
+            accelerator.state._mixed_precision = "fp16"
         if self._uses_engine:
             trainer.use_vllm = True
         self.trainer = trainer

@@ -1,0 +1,92 @@
+"""TRL's fused head as on CUDA: its Triton kernels allocate nothing, and nothing runs in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MISSING = object()
+FUSED_HEAD = "trl.kernels.chunked_logprob"
+"""The module of the fused head."""
+SAID = (
+    "TRL's fused head and loss are those of its Triton kernels, which write to tensors that "
+    "TRL's own code allocates"
+)
+
+
+class Launches:
+    """Stands for kernels: what they write is not known then.
+
+    Attributes:
+        has_any: Whether one was launched.
+    """
+
+    def __init__(self) -> None:
+        self.has_any = False
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        self.has_any = True
+        return _write
+
+
+def _write(tile: Tensor, *args: Any, **_: Any) -> None:
+    """Write values that are not known to the statistics of a tile, in their place."""
+    for value in args:
+        is_known = type(value) is Tensor and value.is_floating_point()
+        if is_known and tile.numel():
+            value.copy_(tile[0, 0])
+
+
+def _add_product(original: Callable[..., None]) -> Callable[..., None]:
+    """The product that is added in float32: of half tensors, cuBLAS writes it in its place."""
+
+    def add(total: Tensor, left: Tensor, right: Tensor) -> None:
+        if left.dtype not in (torch.float16, torch.bfloat16):
+            original(total, left, right)
+
+    return add
+
+
+@contextlib.contextmanager
+def fused_heads_on_cuda() -> Iterator[Launches]:
+    """Let TRL's fused head compute as on CUDA.
+
+    Its forward and backward are those of ``ChunkedLogProbFunction`` in
+    trl/kernels/chunked_logprob.py; ``_addmm_fp32`` there is one operation on CUDA.
+
+    Yields:
+        What tells whether a kernel was launched.
+    """
+    launches = Launches()
+    module: Any = sys.modules.get(FUSED_HEAD)
+    if module is None:
+        yield launches
+        return
+    users: Any = sys.modules["trl.trainer.utils"]
+    replacements: list[tuple[Any, str, Any]] = [
+        (module, "_use_triton", lambda device: True),
+        (users, "_use_triton", lambda device: True),
+        (module, "_forward_kernel", launches),
+        (module, "_backward_kernel", launches),
+        (module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b))),
+    ]
+    if module._MM_OUT_DTYPE:
+        replacements.append((module, "_addmm_fp32", _add_product(module._addmm_fp32)))
+    kept = []
+    for place, name, value in replacements:
+        kept.append((place, name, vars(place).get(name, _MISSING)))
+        setattr(place, name, value)
+    try:
+        yield launches
+    finally:
+        for place, name, value in kept:
+            if value is _MISSING:
+                delattr(place, name)
+            else:
+                setattr(place, name, value)
