@@ -110,6 +110,12 @@ class PrepareConfig:
             piece of the output head alive at once, in bytes. ``None`` computes it in
             one piece, which is bit-identical to ``"full"`` on every shape; in pieces,
             the matrix library may block the product differently.
+        adapter_dtype: The dtype that adapters are trained in: ``"float32"`` or
+            ``"bfloat16"``; ``None`` leaves them as they are. Adapters that exist are
+            cast by ``prepare``, those made later by ``adopt``; Parameter objects stay.
+            ``restore`` leaves trained ones in this dtype, and reports it. Trained copies
+            of base modules (``modules_to_save``, a reward model's head) follow the
+            precision.
         norm_modules: Further norms: classes, or class-name patterns (regular
             expressions, matched in full).
         memory_budget: Bytes, or a string such as ``"512MiB"``. A plan whose peak is
@@ -142,6 +148,7 @@ class PrepareConfig:
     input_require_grads: bool | None = None
     head: Literal["float32"] | None = None
     head_chunk_bytes: int | None = None
+    adapter_dtype: Literal["float32", "bfloat16"] | None = None
     norm_modules: tuple[type | str, ...] = ()
     memory_budget: int | str | None = None
     audit: bool = False
@@ -164,6 +171,11 @@ class PrepareConfig:
             "None, True or False",
         )
         self._expect("head", self.head in (None, "float32"), "None or 'float32'")
+        self._expect(
+            "adapter_dtype",
+            self.adapter_dtype in (None, "float32", "bfloat16"),
+            "None, 'float32' or 'bfloat16'",
+        )
         chunk = self.head_chunk_bytes
         is_count = type(chunk) is int and chunk > 0  # no bool
         self._expect(

@@ -179,6 +179,8 @@ class RestoreReport(Report):
         put_back: Buffers and plain attributes of the base's modules that its forward,
             or others, made or changed, and parameters that others cast; they are as
             they were.
+        kept_dtype: Trained adapters that stayed in ``adapter_dtype``, the dtype that
+            they were trained in, which is not the one that they had before.
     """
 
     trained: tuple[str, ...] = ()
@@ -186,6 +188,7 @@ class RestoreReport(Report):
     foreign: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
     put_back: tuple[str, ...] = ()
+    kept_dtype: tuple[str, ...] = ()
 
     _empty = "nothing changed by others"
 

@@ -30,7 +30,7 @@ TrainedPolicy = Literal["keep", "discard", "error"]
 class EditBase:
     """The part of an edit that a plan shows."""
 
-    # "hold", "record", "freeze", "store", "upcast", "compute" or "checkpoint"
+    # "hold", "record", "freeze", "store", "upcast", "cast", "compute" or "checkpoint"
     action: str
     fqns: tuple[str, ...]
     role: Role | None = None  # of all of these
@@ -38,6 +38,11 @@ class EditBase:
     # the peak while the edit is made, above what was live before
     transient_bytes: int = 0
     reason: str = ""  # why it is not done in the precision's leaner way
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of originals that stay on their device beside what was made."""
+        return 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that a plan shows, as plain values.

@@ -40,7 +40,7 @@ class TrainedError(RuntimeError):
 
 
 @dataclass
-class _Found:
+class Found:
     """The value to put back of a parameter, and how it was told."""
 
     value: torch.Tensor
@@ -116,7 +116,7 @@ class StorageChange(HeldOriginal):
             self._payloads = NanPayloads.find(data)
 
         # what a suspension puts back, from `now` to `undo`
-        self._ready: _Found | None = None
+        self._ready: Found | None = None
 
     def is_resized(self, current: torch.Tensor) -> bool:
         """Whether others gave a value another shape; it is not counted as trained."""
@@ -149,7 +149,7 @@ class StorageChange(HeldOriginal):
 
         return Comparison(is_trained, is_inexact, is_altered=differ(kept, current))
 
-    def _find_value(self, current: torch.Tensor) -> _Found:
+    def find_value(self, current: torch.Tensor) -> Found:
         """Find the value to put back. An untrained value is in the original layout.
 
         What is rounded has the layout of the current value.
@@ -160,23 +160,23 @@ class StorageChange(HeldOriginal):
 
         return found
 
-    def _find_in_any_layout(self, current: torch.Tensor) -> _Found:
+    def _find_in_any_layout(self, current: torch.Tensor) -> Found:
         """Find the value to put back, in whatever layout."""
         if self.kept is not None:
             return self._find_by_kept(self.kept, current)
 
         rounded = self._rounded(current)
         if self.is_resized(current):
-            return _Found(rounded, is_trained=True, is_altered=True, is_exact=False)
+            return Found(rounded, is_trained=True, is_altered=True, is_exact=False)
 
         is_altered = False
         if self._digest is not None:
             is_altered = content_digest(rounded) != self._digest()
         # Training may leave a value that rounds to the original.
         is_trained = is_altered or bool(differ(current, rounded))
-        return _Found(rounded, is_trained, is_altered, is_exact=not is_trained)
+        return Found(rounded, is_trained, is_altered, is_exact=not is_trained)
 
-    def _find_by_kept(self, kept: torch.Tensor, current: torch.Tensor) -> _Found:
+    def _find_by_kept(self, kept: torch.Tensor, current: torch.Tensor) -> Found:
         """Find the value to put back where the original is held."""
         compared = self.against_kept(current)
         answers = [compared.is_trained, compared.is_inexact, compared.is_altered]
@@ -185,10 +185,10 @@ class StorageChange(HeldOriginal):
         is_discarded = self.policy == "discard" and not self.is_resized(current)
         if is_trained and not is_discarded:
             rounded = self._rounded(current)
-            return _Found(rounded, True, is_altered, is_exact=not is_inexact)
+            return Found(rounded, True, is_altered, is_exact=not is_inexact)
 
         original = kept.to(current.device)
-        return _Found(original, is_trained, is_altered=False, is_exact=not is_inexact)
+        return Found(original, is_trained, is_altered=False, is_exact=not is_inexact)
 
     def _own(self, original: torch.Tensor) -> torch.Tensor:
         """A copy of a value in the original layout."""
@@ -205,7 +205,7 @@ class StorageChange(HeldOriginal):
         if _is_same_tensor(current, self.kept):
             return current
 
-        return self._find_value(current).value
+        return self.find_value(current).value
 
     def converts(self, parameter: torch.Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
@@ -237,7 +237,7 @@ class StorageChange(HeldOriginal):
         else:
             yield self.original_of(parameter.data).reshape(-1)
 
-    def _current(self) -> nn.Parameter | None:
+    def current(self) -> nn.Parameter | None:
         """The parameter; ``None`` where it is gone, or stores its original."""
         parameter = self.record.live()
         if parameter is None or not self.converts(parameter):
@@ -250,11 +250,11 @@ class StorageChange(HeldOriginal):
 
         It is exact where nothing was trained; else the policy says what is put back.
         """
-        parameter = self._current()
+        parameter = self.current()
         if parameter is None:
             return
 
-        found = self._ready or self._find_value(parameter.data)
+        found = self._ready or self.find_value(parameter.data)
         self._ready = None
         if found.is_trained and self.policy == "error":
             raise TrainedError(self.fqn)
@@ -272,12 +272,12 @@ class StorageChange(HeldOriginal):
 
     def now(self, tree: ModelTree) -> WayBack:
         """Record the current storage, bit for bit."""
-        parameter = self._current()
+        parameter = self.current()
         if parameter is None:
             return Call(lambda: None)
 
         current = parameter.data
-        found = self._find_value(current)
+        found = self.find_value(current)
         kept_bits = None
         if self.kept is not None and self._is_viewed:
             # `undo` writes into the original itself, and so may others meanwhile.
@@ -381,6 +381,11 @@ class Store(EditBase):
     is_rewritten: bool = False
     is_viewed: bool = False
     record_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the originals that are held, what stays on their device."""
+        return self.record_bytes if self.is_rewritten else 0
 
     def capture(self, tree: ModelTree) -> list[Any]:
         """Record the original storage, or the originals themselves.

@@ -175,6 +175,7 @@ class ConfigRecord(Record):
     input_require_grads: bool | None
     head: Literal["float32"] | None = None
     head_chunk_bytes: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None
+    adapter_dtype: Literal["float32", "bfloat16"] | None = None
     norm_modules: tuple[Text, ...] = Field(strict=False, max_length=256)
     memory_budget: Count | Annotated[str, StringConstraints(max_length=64)] | None
     audit: bool = False

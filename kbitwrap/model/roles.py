@@ -177,11 +177,13 @@ class _AsItsInput(nn.Module):
         return x.new_empty(*x.shape[:-1], self.out_features)
 
 
-def returns_float32(adapter: Any, dtype: torch.dtype) -> bool:
+def returns_float32(
+    adapter: Any, dtype: torch.dtype, adapter_dtype: torch.dtype | None = None
+) -> bool:
     """Whether PEFT's layer makes float32 of a half input.
 
     A copy of it on fake tensors is run, which have no values and draw no random
-    numbers.
+    numbers. It is in ``adapter_dtype``, or in the layer's own dtypes.
     """
     fakes = FakeTensorMode()
     base = adapter.get_submodule("base_layer")
@@ -189,6 +191,9 @@ def returns_float32(adapter: Any, dtype: torch.dtype) -> bool:
         plain = _AsItsInput(adapter.out_features)
         with FakeCopyMode(fakes):
             copied = copy.deepcopy(adapter, {id(base): plain})
+        if adapter_dtype is not None:
+            for parameter in copied.parameters():
+                parameter.data = parameter.data.to(adapter_dtype)
         device = next(copied.parameters()).device
         with fakes, torch.no_grad():
             row = torch.empty(1, 1, adapter.in_features, dtype=dtype, device=device)

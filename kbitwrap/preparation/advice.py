@@ -16,6 +16,7 @@ from ..model.roles import Role, loses_gradients, returns_float32
 from ..model.tree import ModelTree, Node
 from ..reports import first_of
 from ..tensors.bits import is_composed
+from ..tensors.dtypes import find_dtype
 from .casts import Casts
 from .process import mixed_precision
 
@@ -138,8 +139,9 @@ def of_adapters(casts: Casts, *, is_suspended: bool = False) -> Warnings:
             active = str(getattr(node.module, "active_adapters", ""))
             kinds[type(node.module), active].append(node)
     names: list[str] = []
+    adapter_dtype = find_dtype(casts.config.adapter_dtype)
     for nodes in kinds.values():
-        if returns_float32(nodes[0].module, dtype):
+        if returns_float32(nodes[0].module, dtype, adapter_dtype):
             names += [node.fqn for node in nodes]
     if not names:
         return []

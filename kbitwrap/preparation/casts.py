@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig
+from ..edits.base import EditBase
 from ..edits.flags import prepared_tensors
 from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
@@ -239,12 +241,12 @@ def _fqns(tensors: _Tensors) -> tuple[str, ...]:
     return tuple(tensor.fqn for tensor in tensors)
 
 
-def peak_bytes(stores: list[Store]) -> int:
-    """The most bytes live above the start, were the stores made in this order."""
+def peak_bytes(edits: Sequence[EditBase]) -> int:
+    """The most bytes live above the start, were the edits made in this order."""
     live = peak = 0
-    for store in stores:
+    for edit in edits:
         # What else is kept is a copy on the host.
-        held = store.record_bytes if store.is_rewritten else 0
-        peak = max(peak, live + store.transient_bytes + held)
-        live += store.added_bytes + held
+        held = edit.held_bytes
+        peak = max(peak, live + edit.transient_bytes + held)
+        live += edit.added_bytes + held
     return max(peak, live)

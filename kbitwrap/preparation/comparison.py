@@ -225,8 +225,15 @@ def changed_buffers(original: Original, tree: ModelTree) -> list[str]:
     return found
 
 
-def others_in(original: Original, tree: ModelTree) -> tuple[list[str], list[str]]:
+def others_in(
+    original: Original, tree: ModelTree, kept_dtype: Collection[ParameterRecord] = ()
+) -> tuple[list[str], list[str]]:
     """Find the parameters that are not as they were, and those of others.
+
+    Args:
+        original: The record of the base.
+        tree: The live model, in which the recorded parameters were found again.
+        kept_dtype: The records of adapters whose dtype may be another.
 
     Returns:
         The fqns of the base's parameters with another flag, dtype or shape, or in whose
@@ -237,7 +244,10 @@ def others_in(original: Original, tree: ModelTree) -> tuple[list[str], list[str]
     for tensor in tree.tensors:
         key = id(tensor.parameter)
         record = tree.known.get(key) or tree.sharded.get(key)
-        if record is not None and _is_as_before(original, record, tensor.parameter):
+        may_be_cast = record in kept_dtype
+        if record is not None and _is_as_before(
+            original, record, tensor.parameter, may_be_cast=may_be_cast
+        ):
             continue
         is_base = tensor.fqn in original.base
         is_beside = record is None and tensor.fqn != tensor.path
@@ -249,7 +259,11 @@ def others_in(original: Original, tree: ModelTree) -> tuple[list[str], list[str]
 
 
 def _is_as_before(
-    original: Original, record: ParameterRecord, parameter: nn.Parameter
+    original: Original,
+    record: ParameterRecord,
+    parameter: nn.Parameter,
+    *,
+    may_be_cast: bool,
 ) -> bool:
     """Whether a parameter has the flag, dtype and shape that it had.
 
@@ -257,7 +271,7 @@ def _is_as_before(
     """
     if is_sharded_tensor(parameter):
         return True
-    if parameter.dtype != record.dtype:
+    if parameter.dtype != record.dtype and not may_be_cast:
         return False
     if record.quantized_class is None and parameter.shape != record.shape:
         return False

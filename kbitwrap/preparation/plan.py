@@ -16,6 +16,7 @@ from ..edits.base import EditBase
 from ..errors import MemoryBudgetError
 from ..model.checks import refuse_unsupported_tensors, tree_of
 from ..model.pretrained import meta_model
+from ..model.roles import Role
 from ..model.tree import ModelTree, only_reading
 from ..reports import Bar, Report, few, table
 from .casts import peak_bytes
@@ -41,9 +42,10 @@ class Plan(Report):
         cache_bytes: The bytes that PEFT's way would leave in a caching allocator: the
             half originals, freed and kept.
         record_bytes: The bytes that the record itself holds beyond that: biases that
-            bitsandbytes rewrites and, of a model on an accelerator with
-            ``keep_originals``, host copies of all that is cast. (On the CPU those are
-            the originals themselves, and count in ``added_bytes``.)
+            bitsandbytes rewrites and, of a model on an accelerator, host copies of
+            adapters that ``adapter_dtype`` rounds and, with ``keep_originals``, of all
+            that is cast. (On the CPU those are the originals themselves, and count in
+            ``added_bytes``.)
         sample_bytes: The bytes of the samples that tell what training changed, kept on
             the parameters' devices while the model is prepared; beside the figures
             above, which do not count them.
@@ -116,6 +118,27 @@ class Plan(Report):
         """
         config = PrepareConfig.of(None, fields)
         return build_plan(meta_model(name_or_path, quantization_config, dtype), config)
+
+    def grown_by(self, planner: Planner) -> Plan:
+        """This plan with what the casts of adapters that are new take.
+
+        They are made when all else stands: their peak is above what it added.
+        """
+        casts = planner.cast_adapters
+        if not casts:
+            return self
+        role = Role.ADAPTER.value
+        row = planner.by_role()[role]
+        before = self.by_role.get(role, {}).get("added_bytes", 0)
+        row["added_bytes"] += before
+        peak = self.added_bytes + peak_bytes(casts)
+        return dataclasses.replace(
+            self,
+            by_role={**self.by_role, role: row},
+            added_bytes=self.added_bytes + sum(edit.added_bytes for edit in casts),
+            peak_bytes=max(self.peak_bytes, peak),
+            record_bytes=self.record_bytes + sum(edit.record_bytes for edit in casts),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON.
@@ -269,11 +292,11 @@ def write_plan(planner: Planner) -> Plan:
         quantization=quantization.method,
         edits=edits,
         by_role=planner.by_role(),
-        added_bytes=sum(edit.added_bytes for edit in planner.stores),
-        peak_bytes=peak_bytes(planner.stores),
+        added_bytes=sum(edit.added_bytes for edit in planner.memory_edits),
+        peak_bytes=peak_bytes(planner.memory_edits),
         # of the half originals that PEFT's way frees, and an allocator keeps
         cache_bytes=sum(tensor.parameter.nbytes for tensor in planner.castable),
-        record_bytes=sum(edit.record_bytes for edit in planner.stores),
+        record_bytes=planner.record_bytes(),
         warnings=tuple(planner.warnings),
         alarms=tuple(planner.alarms),
         is_quantized=quantization.is_quantized,

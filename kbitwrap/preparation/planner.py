@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig, format_bytes
+from ..edits.adapters import CastAdapters
 from ..edits.base import EditBase
 from ..edits.checkpointing import (
     Checkpoint,
@@ -39,7 +40,9 @@ from ..model.quantization import (
 from ..model.records import key_of
 from ..model.roles import Role, heads, is_norm
 from ..model.tree import ModelTree, Node
-from ..tensors.dtypes import HALF_DTYPES
+from ..model.wrappers import is_sharded_tensor
+from ..tensors.bits import is_composed
+from ..tensors.dtypes import HALF_DTYPES, parse_dtype
 from . import advice
 from .casts import Casts
 from .fingerprints import sample_bytes
@@ -88,6 +91,7 @@ class Planner(Casts):
             ),
             *self.stores,
             *self.upcasts,
+            *self.cast_adapters,
             *self.compute_norms(),
             *self.compute_head(),
             self._checkpoint(),
@@ -141,6 +145,36 @@ class Planner(Casts):
                 return 0
             num_bytes += parameter.nbytes
         return num_bytes
+
+    @functools.cached_property
+    def cast_adapters(self) -> list[CastAdapters]:
+        """The adapters that are in another dtype than asked for, as at most one edit.
+
+        Trained copies of base modules follow the precision, and are none. Neither is
+        what cannot be cast here: a shard, a composed tensor.
+        """
+        if self.config.adapter_dtype is None:
+            return []
+        dtype = parse_dtype(self.config.adapter_dtype)
+        base_fqns = {tensor.fqn for tensor in self.tree.base_tensors}
+        found = []
+        for tensor in self.tree.tensors:
+            is_adapter = id(tensor.parameter) in self.tree.adapter_ids
+            if not is_adapter or tensor.fqn in base_fqns:
+                continue
+            if tensor.parameter.dtype != dtype and _can_be_cast(tensor.parameter):
+                found.append(tensor)
+        return [CastAdapters.of(found, dtype)] if found else []
+
+    @property
+    def memory_edits(self) -> list[EditBase]:
+        """The edits that take memory, in the order in which they are applied."""
+        return [*self.stores, *self.cast_adapters]
+
+    def record_bytes(self) -> int:
+        """The bytes of the originals that are held beside what is cast."""
+        stores = sum(edit.record_bytes for edit in self.stores)
+        return stores + sum(edit.record_bytes for edit in self.cast_adapters)
 
     def sample_bytes(self) -> int:
         """The bytes of the samples that the record of the base keeps.
@@ -253,10 +287,17 @@ class Planner(Casts):
             if view not in seen:
                 seen.add(view)
                 row["bytes"] += parameter.numel() * parameter.element_size()
-        for store in self.stores:
-            assert store.role is not None
-            rows[store.role]["added_bytes"] += store.added_bytes
+        for edit in self.memory_edits:
+            assert edit.role is not None
+            rows[edit.role]["added_bytes"] += edit.added_bytes
         return {role.value: row for role, row in rows.items() if row["count"]}
+
+
+def _can_be_cast(parameter: torch.Tensor) -> bool:
+    """Whether a parameter of an adapter is a plain one of floating-point numbers."""
+    if is_sharded_tensor(parameter) or is_quantized_parameter(parameter):
+        return False
+    return parameter.is_floating_point() and not is_composed(type(parameter))
 
 
 def _compute(

@@ -25,7 +25,7 @@ from ..edits.storage import CopyChange
 from ..edits.training import AccelerateChange, FollowTrainMode
 from ..errors import EditError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
-from ..model.records import TensorRef
+from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, only_reading
 from ..reports import LifecycleState, StateDiff
 from ..tensors.devices import random_state
@@ -70,8 +70,10 @@ class Preparation:
         journal: The changes made, and the way back.
         plans: The plans applied, one on top of the other.
         turned_on: The places of base parameters that a restore made trainable.
-        put_back: The names of what a restore put back. These two are added to by each
-            of the calls that fail and are made again.
+        put_back: The names of what a restore put back.
+        kept_dtype: The records of adapters that a restore left in the dtype of their
+            training. These three are added to by each of the calls that fail and are
+            made again.
     """
 
     original: Original
@@ -84,6 +86,7 @@ class Preparation:
         self.plans: list[Plan] = []
         self.turned_on: list[TensorRef] = []
         self.put_back: list[str] = []
+        self.kept_dtype: list[ParameterRecord] = []
 
     @property
     def plan(self) -> Plan:
@@ -195,23 +198,28 @@ class Preparation:
         _in_force.pop(id(self), None)
 
     def adopt(self, peft_model: nn.Module) -> None:
-        """Compute norms of blocks with new adapters as the precision says.
+        """Give new adapters their dtype, and norms of their blocks their arithmetic.
 
         It is all or nothing, and the plan grows by it. What accelerate sets on the
         model with the adapters is recorded, and undone by a restore.
         """
-        # Only forwards of modules are replaced: no parameter has to be found again.
+        # Of the base only forwards of modules are replaced: no parameter has to be
+        # found again.
         model = cast("nn.Module", self.original.model())
         tree = ModelTree(model, self.original.records)
         _refuse_to_adopt(peft_model, tree)
         with only_reading():
             planner = Planner(tree, self.plan.config, tree.quantization)
             computes = [*planner.compute_norms(), *planner.compute_head()]
+            # Those of prompt learning lie outside of the prepared model.
+            whole = ModelTree(peft_model, self.original.records)
+            around = Planner(whole, self.plan.config, tree.quantization)
+            casts = around.cast_adapters
             told = self.plan.warnings
             found = advice.of_adapters(planner)
             new = [warning for warning in found if warning not in told]
         with self._all_or_nothing(tree, "adopt"):
-            self.journal.apply(computes, tree)
+            self.journal.apply([*computes, *casts], tree)
             taken = [one.model for one in self.journal.parts(AccelerateChange)]
             if all(model is not peft_model for model in taken):
                 self.journal.record(AccelerateChange(peft_model))
@@ -219,10 +227,10 @@ class Preparation:
             self.left = self.left.reread(tree, set(filter(None, edited)))
             plan = dataclasses.replace(
                 self.plan,
-                edits=(*self.plan.edits, *computes),
+                edits=(*self.plan.edits, *computes, *casts),
                 warnings=(*told, *new),
             )
-            self.plans = [*self.plans[:-1], plan]
+            self.plans = [*self.plans[:-1], plan.grown_by(around)]
         for warning in new:
             warnings.warn(warning, UserWarning, stacklevel=3)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+from ..edits.adapters import AdaptersChange
 from ..edits.base import HeldOriginal, TrainedPolicy
 from ..edits.kept import KeptChange
 from ..edits.storage import CopyChange, StorageChange, TrainedError
@@ -48,6 +49,7 @@ class Restoring:
             # Some stayed in the journal where they were an error.
             self._copies = [*journal.parts(CopyChange), *preparation.copies(tree)]
             self._rewritten = journal.parts(KeptChange)
+            self._adapters = journal.parts(AdaptersChange)
             with only_reading():
                 self._trainable = _trainable(tree)
                 turned_on = preparation.original.turned_on(tree)
@@ -79,6 +81,8 @@ class Restoring:
                 one.policy = "keep"
             for kept in self._rewritten:
                 preparation.put_back += kept.put_back
+            for adapters in self._adapters:
+                preparation.kept_dtype += adapters.kept
             if failures:
                 raise _error_of(failures)
             # The hold on the wrapper is what is left: all else is undone.
@@ -109,9 +113,10 @@ class Restoring:
     def _report(self) -> RestoreReport:
         """Compare the model, of which all was undone, with what was there before."""
         original, tree = self._preparation.original, self._tree
+        kept_dtype = self._preparation.kept_dtype
         with only_reading():
             changes = changes_of(original, tree, trainable=self._trainable)
-            replaced, foreign = others_in(original, tree)
+            replaced, foreign = others_in(original, tree, kept_dtype)
             foreign += changed_hooks(original, tree)
             buffers = changed_buffers(original, tree)
         trained: list[str] = []
@@ -141,6 +146,7 @@ class Restoring:
             foreign=_once(foreign),
             not_compared=_once(changes.not_compared),
             put_back=_once(put_back),
+            kept_dtype=_once([record.fqn for record in kept_dtype]),
         )
 
 

@@ -332,8 +332,8 @@ def test_a_failing_restore_names_each_parameter_that_it_left(monkeypatch: pytest
             raise MemoryError("no room")
         return find(change, current)
 
-    find = StorageChange._find_value
-    monkeypatch.setattr(StorageChange, "_find_value", fails)
+    find = StorageChange.find_value
+    monkeypatch.setattr(StorageChange, "find_value", fails)
     with pytest.raises(RestoreError, match="p0: no room") as caught:
         prepared.restore()
     assert set(caught.value.failures) == {"p0", "p2"}
