@@ -23,6 +23,8 @@ _QUANTIZATION = "quantization_config"
 _BITSANDBYTES = "bitsandbytes"
 _IN_OPTIONS = {
     r"^optimizer:": "--optimizer:",
+    r"^args\.use_liger_kernel:": "--liger:",
+    r"^engine:": "--engine:",
     r"quantization_config=\w+\(dequantize=True\)": "--quant none",
     r"batch_size and seq_len:": "--batch and --seq:",
     r"\(seq_len\)": "(--seq)",

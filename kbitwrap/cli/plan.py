@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Group, RenderableType
 
 from .. import Precision
@@ -27,6 +28,7 @@ from .console import (
 from .hub import choose_quantization, refusing, working
 from .plot import check_plot, draw
 from .tables import Bars, add_column, figure, table
+from .trainers import TRAINERS
 from .usage import (
     DEFAULT_QUANT,
     HALF_DTYPES,
@@ -34,6 +36,7 @@ from .usage import (
     PRECISIONS,
     Json,
     argument,
+    at_most_one,
     choice,
     file_size,
     flag,
@@ -55,8 +58,9 @@ HELP = """Show what preparing a model costs, from its config alone; with --step,
 
 No weight is read, and no code of the model's folder is run. Without --step, what each precision adds is printed, and
 PEFT's own preparation ("peft") beside them, then what it is added to. With it, the most that a step with LoRA
-holds in each phase and what it is held for; with --budget also which fit, and for each the longest sequence and the
-largest batch that do: that takes a minute or two for a model of 7B.
+holds in each phase and what it is held for; with --budget or --device-memory first whether that fits, and for each the
+longest sequence and the largest batch that do. --trainer gives the step of that trainer with its own defaults: its
+batch, length, loss, optimizer, autocast and checkpointing.
 
 Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad
 input."""
@@ -97,13 +101,22 @@ _MemoryBudget = Annotated[
     ),
 ]
 _Step = Annotated[bool, flag("--step", "Predict a training step.")]
+_Trainer = Annotated[
+    str | None,
+    choice(
+        "--trainer",
+        TRAINERS,
+        "The step of TRL's trainer of this kind, or of transformers' own (trainer), with its defaults, with --step.",
+    ),
+]
 _Seq = Annotated[
     int | None,
     value(
         "--seq",
         "NUMBER",
         integer(1),
-        "Tokens in a sequence, with --step; 2048, or the model's own longest if that is less, if left out.",
+        "Tokens in a sequence, with --step; what the trainer says, or else 2048 or the model's own longest if that is "
+        "less, if left out.",
     ),
 ]
 _Batch = Annotated[
@@ -112,8 +125,32 @@ _Batch = Annotated[
         "--batch",
         "NUMBER",
         integer(1),
-        "Sequences in a batch, with --step; 1, if left out.",
+        "Sequences in a batch, with --step; what the trainer says, or else 1, if left out.",
     ),
+]
+_Accumulate = Annotated[
+    int | None,
+    value(
+        "--accumulate",
+        "NUMBER",
+        integer(1),
+        "Batches whose gradients are accumulated in a step, with --trainer.",
+    ),
+]
+_Liger = Annotated[
+    bool, flag("--liger", "Train with Liger's kernels, with --trainer: refused by now.")
+]
+_Engine = Annotated[
+    str | None,
+    choice(
+        "--engine",
+        ("ddp", "fsdp2"),
+        "The step on one of several devices, with --devices and --step.",
+    ),
+]
+_Devices = Annotated[
+    int | None,
+    value("--devices", "NUMBER", integer(2), "The number of devices, with --engine."),
 ]
 _Budget = Annotated[
     int | None,
@@ -121,7 +158,16 @@ _Budget = Annotated[
         "--budget",
         "BYTES",
         file_size,
-        "The most that a step may hold, such as 8GiB, with --step.",
+        "The most that a step's tensors may take, such as 8GiB, with --step.",
+    ),
+]
+_DeviceMemory = Annotated[
+    int | None,
+    value(
+        "--device-memory",
+        "BYTES",
+        file_size,
+        "The memory of the device, such as 24GB, with --step: a budget without what a CUDA context takes.",
     ),
 ]
 _Rank = Annotated[
@@ -173,6 +219,7 @@ _Overwrite = Annotated[
 
 
 def command(
+    context: typer.Context,
     model: _Model,
     quant: _Quant = None,
     dtype: _Dtype = "bfloat16",
@@ -181,7 +228,13 @@ def command(
     step: _Step = False,
     seq: _Seq = None,
     batch: _Batch = None,
+    trainer: _Trainer = None,
+    accumulate: _Accumulate = None,
+    liger: _Liger = False,
+    engine: _Engine = None,
+    devices: _Devices = None,
     budget: _Budget = None,
+    device_memory: _DeviceMemory = None,
     rank: _Rank = None,
     optimizer: _Optimizer = None,
     autocast: _Autocast = None,
@@ -202,12 +255,24 @@ def command(
             precision or (),
             seq=seq,
             batch=batch,
+            trainer=trainer,
+            accumulate=accumulate,
+            liger=liger or None,
+            engine=engine,
+            devices=devices,
             budget=budget,
+            device_memory=device_memory,
             rank=rank,
             optimizer=optimizer,
             autocast=autocast,
             kernels=kernels,
         )
+    at_most_one(context, budget=budget, device_memory=device_memory)
+    if trainer is None and (accumulate is not None or liger):
+        name = "--liger" if liger else "--accumulate"
+        raise InputError(f"{name} applies to the step of a trainer: add --trainer")
+    if (engine is None) != (devices is None):
+        raise InputError("--engine and --devices are given together")
     if plot is not None:
         check_plot(plot, overwrite=overwrite, source=model)
     expect_installed("planning", "transformers")
@@ -220,19 +285,24 @@ def command(
             plans = _plans(model, quant, dtype, wanted)
         asked = {name: plans[name] for name in plans if name in (precision or plans)}
         return _tell(Planned(model, dtype, memory_budget, plans, asked), plot, json_)
-    from .step import StepRequest, predict_steps
+    from .step import StepRequest, limit_of, predict_steps
 
     request = StepRequest(
         model=model,
         quant=quant,
         dtype=dtype,
         seq_len=seq,
-        batch_size=batch or 1,
+        batch_size=batch,
         rank=rank or 16,
-        optimizer=optimizer or "adamw_torch",
+        optimizer=optimizer,
         autocast=autocast,
         kernels=kernels or "cuda",
-        budget=budget,
+        limit=limit_of(budget, device_memory),
+        trainer=trainer,
+        accumulate=accumulate,
+        has_liger=liger,
+        engine=engine,
+        num_devices=devices or 1,
     )
     predicted = predict_steps(request, precision or (*PRECISIONS, PEFT))
     return _tell(predicted, plot, json_)

@@ -14,16 +14,58 @@ from .console import Result, hanging, warned
 from .hub import choose_quantization, refusing, working
 from .plot import draw_steps
 from .tables import Rows, add_column, figure, table
+from .trainers import adapters, arguments, called
 
 if TYPE_CHECKING:
     from .. import StepMemory
 
 _DEFAULT_SEQ_LEN = 2048
 _GIB = 2**30
+_CONTEXT_BYTES = (287_047_680, 666_632_192)
 _BESIDE = (
     "Tensors alone are counted, and a budget is compared with them: the CUDA context, fragmentation and other programs "
     "on the device come on top."
 )
+_CONTEXT = (
+    "The CUDA context takes {least} to {most} GiB, measured with kernels loaded as they are used and with all of "
+    "them (pytorch#86509): the most is taken off. Fragmentation and other programs on the device come on top."
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a step has to fit.
+
+    Attributes:
+        budget: The bytes that its tensors may take.
+        device_memory: Those of the device, where it was that which was given.
+    """
+
+    budget: int
+    device_memory: int | None = None
+
+    def __str__(self) -> str:
+        if self.device_memory is None:
+            return f"{_gib(self.budget)} GiB"
+        return (
+            f"{_gib(self.device_memory)} GiB of device memory, "
+            f"{_gib(self.budget)} beside the CUDA context"
+        )
+
+
+def limit_of(budget: int | None, device_memory: int | None) -> Limit | None:
+    """The limit that was given.
+
+    Args:
+        budget: Bytes for tensors, or ``None``.
+        device_memory: Bytes of a device, or ``None``.
+
+    Returns:
+        The limit; ``None`` where there is none.
+    """
+    if device_memory is not None:
+        return Limit(max(device_memory - _CONTEXT_BYTES[1], 0), device_memory)
+    return None if budget is None else Limit(budget)
 
 
 @dataclass(frozen=True)
@@ -34,26 +76,85 @@ class StepRequest:
         model: A folder, a ``config.json``, or a name on the hub.
         quant: The quantization; ``None`` for the model's own, or the default.
         dtype: The dtype of what is not quantized.
-        seq_len: Tokens in a sequence; ``None`` for 2048, or the model's own longest if
-            that is less.
-        batch_size: Sequences in a batch.
+        seq_len: Tokens in a sequence; ``None`` for those of the trainer, or else 2048,
+            or the model's own longest if that is less.
+        batch_size: Sequences in a batch; ``None`` for those of the trainer, or else 1.
         rank: LoRA's rank.
-        optimizer: A name of ``TrainingArguments.optim``.
-        autocast: The dtype of autocast, or ``None``.
+        optimizer: A name of ``TrainingArguments.optim``; ``None`` for the default.
+        autocast: The dtype of autocast, or ``None`` for the default.
         kernels: ``"cuda"`` or ``"cpu"``.
-        budget: Bytes, or ``None``.
+        limit: What has to hold it, or ``None``.
+        trainer: The trainer whose step it is, or ``None``.
+        accumulate: Batches whose gradients it accumulates; ``None`` for the default.
+        has_liger: Whether it trains with Liger's kernels.
+        engine: What shards or repeats the model, or ``None``.
+        num_devices: The number of devices.
     """
 
     model: str
     quant: str | None
     dtype: str
     seq_len: int | None
-    batch_size: int
+    batch_size: int | None
     rank: int
-    optimizer: str
+    optimizer: str | None
     autocast: str | None
     kernels: str
-    budget: int | None
+    limit: Limit | None
+    trainer: str | None = None
+    accumulate: int | None = None
+    has_liger: bool = False
+    engine: str | None = None
+    num_devices: int = 1
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes that the step's tensors may take, or ``None``."""
+        return None if self.limit is None else self.limit.budget
+
+    @property
+    def step(self) -> str:
+        """The step, in words."""
+        whose = "a step"
+        if self.trainer is not None:
+            whose += f" of {called(self.trainer)}"
+        if self.engine is not None:
+            whose += f" on each of {self.num_devices} devices ({self.engine})"
+        return whose
+
+    def predictor(self, precision: str, quantization_config: Any) -> StepPredictor:
+        """What predicts the steps of one precision.
+
+        Args:
+            precision: The precision, or ``"peft"``.
+            quantization_config: As for ``from_pretrained``.
+
+        Returns:
+            The predictor.
+        """
+        settings: dict[str, Any] = {}
+        if self.trainer is None:
+            settings["optimizer"] = self.optimizer or "adamw_torch"
+            settings["autocast"] = self.autocast
+        else:
+            settings["args"] = arguments(
+                self.trainer,
+                optimizer=self.optimizer,
+                autocast=self.autocast,
+                accumulate=self.accumulate,
+                has_liger=self.has_liger,
+            )
+        return StepPredictor(
+            self.model,
+            precision=precision,
+            lora=adapters(self.trainer, self.rank),
+            quantization_config=quantization_config,
+            dtype=self.dtype,
+            kernels=self.kernels,
+            engine=self.engine,
+            num_devices=self.num_devices,
+            **settings,
+        )
 
 
 @dataclass(frozen=True)
@@ -115,37 +216,50 @@ class Predicted:
     def to_dict(self) -> Result:
         """As plain values, ready for JSON."""
         budget = self.request.budget
+        limit = self.request.limit
         steps = {name: one.to_dict(budget) for name, one in self.found.items()}
         return {
             "model": self.request.model,
+            "trainer": self.request.trainer,
             "budget_bytes": budget,
+            "device_memory_bytes": None if limit is None else limit.device_memory,
             "steps": steps,
         }
 
-    def _verdict(self, budget: int) -> str:
-        """The sentence that answers the question: with which precisions a budget is enough, and for what."""
-        limit = f"{figure(budget, _GIB)} GiB"
-        fitting = [name for name, one in self.found.items() if one.fits(budget)]
-        others = [name for name in self.found if name not in fitting]
-        request = self.request
+    def _verdict(self, limit: Limit) -> str:
+        """The sentence that answers the question: whether a limit is enough, with which precisions, and for what."""
+        found = self.found
+        fitting = [name for name, one in found.items() if one.fits(limit.budget)]
         if not fitting:
-            name = min(others, key=lambda other: self.steps[other].needed_bytes)
-            found = self.found[name]
-            needed = figure(found.step.needed_bytes, _GIB)
-            shorter = ""
-            if found.longest:
-                shorter = f"; {request.batch_size} x {found.longest:,} do"
-            return f"{limit}: {self.batch} do not fit, they take {needed} GiB with {name}{shorter}."
-
-        name = max(fitting, key=lambda one: self.found[one].longest or 0)
-        found = self.found[name]
-        said = (
-            f"{limit}: fits with {', '.join(fitting)}; with {name} up to {found.largest} x "
-            f"{found.step.seq_len:,} tokens, or {request.batch_size} x {found.longest:,}."
-        )
+            return f"{limit}: {self._shortfall(limit.budget)}"
+        others = [name for name in found if name not in fitting]
+        best = max(fitting, key=lambda name: found[name].longest or 0)
+        step = found[best].step
+        longest = _sequences(step.batch_size, found[best].longest or 0)
+        most = f"batch {found[best].largest:,} of {step.seq_len:,} tokens, or {longest}"
+        if len(found) == 1:
+            return f"{limit}: fits, {most}."
+        said = f"{limit}: fits with {', '.join(fitting)}; with {best} {most}."
         if others:
-            said += f" It does not with {', '.join(others)}."
+            said += f" It does not fit with {', '.join(others)}."
         return said
+
+    def _shortfall(self, budget: int) -> str:
+        """What does not fit a budget, and what does."""
+        steps = self.steps
+        name = min(steps, key=lambda other: steps[other].needed_bytes)
+        step = steps[name]
+        loading = step.loading_bytes
+        if loading is not None and loading > budget:
+            return (
+                f"does not fit, loading the model takes {figure(loading, _GIB)} GiB before any "
+                f"step; a step of {self.batch} takes {figure(step.peak_bytes, _GIB)} with {name}."
+            )
+        said = f"does not fit, {self.batch} take {figure(step.peak_bytes, _GIB)} GiB with {name}"
+        longest = self.found[name].longest
+        if longest:
+            said += f"; {_sequences(step.batch_size, longest)} would"
+        return f"{said}."
 
     def draw(self, file: Path) -> None:
         """Draw the steps at their peaks."""
@@ -161,19 +275,18 @@ class Predicted:
         """As texts and tables."""
         request = self.request
         steps = self.steps
-        limit = ""
-        if request.budget is not None:
-            limit = f", budget {figure(request.budget, _GIB)}"
+        limit = request.limit
         rows = _by_precision(steps)
-        same = []
-        if request.budget is not None:
-            same = _add_budget(rows, self.found, request.budget)
+        same: list[str] = []
         parts: list[RenderableType] = []
-        if request.budget is not None:
-            parts.append(hanging(self._verdict(request.budget), 2))
+        within = ""
+        if limit is not None:
+            within = f", budget {figure(limit.budget, _GIB)}"
+            same = _add_budget(rows, self.found, limit.budget)
+            parts.append(hanging(self._verdict(limit), 2))
         parts += [
-            f"{request.model}: a step of {self.batch} on {request.kernels}, "
-            f"{self.quantization}, LoRA of rank {request.rank}{limit}. In GiB:",
+            f"{request.model}: {request.step}, {self.batch} on {request.kernels}, "
+            f"{self.quantization}, LoRA of rank {request.rank}{within}. In GiB:",
             table(rows, right=True),
         ]
         if same:
@@ -185,7 +298,7 @@ class Predicted:
                 f"Loading the model, before the step: {figure(loading, _GIB)} GiB."
             )
         if any(step.unknown for step in steps.values()):
-            parts.append(_beside(list(steps.values())))
+            parts.append(_beside(list(steps.values()), limit))
         notes = dict.fromkeys(note for step in steps.values() for note in step.notes)
         parts += [hanging(f"note: {note}", 2) for note in notes]
         warnings = warned({name: step.warnings for name, step in steps.items()})
@@ -240,29 +353,20 @@ def _predict(
     Returns:
         The prediction.
     """
-    from peft import LoraConfig
-
-    predict = StepPredictor(
-        request.model,
-        precision=precision,
-        lora=LoraConfig(r=request.rank, target_modules="all-linear"),
-        quantization_config=quantization_config,
-        dtype=request.dtype,
-        optimizer=request.optimizer,
-        autocast=request.autocast,
-        kernels=request.kernels,
-    )
+    predict = request.predictor(precision, quantization_config)
     say("the step")
-    seq_len = request.seq_len
-    if seq_len is None:
+    batch_size, seq_len = request.batch_size, request.seq_len
+    if request.trainer is None:
+        batch_size = batch_size or 1
+    if seq_len is None and request.trainer in (None, "trainer"):
         seq_len = min(_DEFAULT_SEQ_LEN, predict.max_seq_len or _DEFAULT_SEQ_LEN)
-    step = predict(request.batch_size, seq_len)
+    step = predict(batch_size, seq_len)
     if request.budget is None:
         return Prediction(step)
     say("the longest sequence")
-    longest = predict.longest_sequence(request.budget, request.batch_size)
+    longest = predict.longest_sequence(request.budget, step.batch_size)
     say("the largest batch")
-    largest = predict.largest_batch(request.budget, seq_len)
+    largest = predict.largest_batch(request.budget, step.seq_len)
     return Prediction(step, longest, largest)
 
 
@@ -325,7 +429,7 @@ def _by_kind(steps: Mapping[str, StepMemory]) -> Rows:
     return rows
 
 
-def _beside(steps: Sequence[StepMemory]) -> Group:
+def _beside(steps: Sequence[StepMemory], limit: Limit | None) -> Group:
     """Say what a device holds beside the figures: the range of the unknown parts, and what no figure counts."""
     # each in short, without its number
     parts = dict.fromkeys(
@@ -340,4 +444,21 @@ def _beside(steps: Sequence[StepMemory]) -> Group:
         f"Unknown, beside each peak: {sign}{figure(abs(least), _GIB)} to {figure(most, _GIB)} "
         f"({'; '.join(parts)})."
     )
-    return Group(hanging(unknown, 2), hanging(_BESIDE, 2))
+    on_top = _BESIDE
+    if limit is not None and limit.device_memory is not None:
+        low, high = (figure(size, _GIB) for size in _CONTEXT_BYTES)
+        on_top = _CONTEXT.format(least=low, most=high)
+    return Group(hanging(unknown, 2), hanging(on_top, 2))
+
+
+def _gib(num_bytes: int) -> str:
+    """Bytes in GiB, without zeros at the end."""
+    number = figure(num_bytes, _GIB)
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def _sequences(number: int, tokens: int) -> str:
+    """Sequences of so many tokens, in words."""
+    if number == 1:
+        return f"one sequence of {tokens:,}"
+    return f"{number:,} sequences of {tokens:,}"

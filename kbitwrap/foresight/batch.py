@@ -118,6 +118,11 @@ def batch_shape(
 
 
 def _positive(name: str, value: Any) -> int:
+    if value is None:
+        raise ConfigError(
+            f"{name}: give the number, or args of a trainer, or inputs with input_ids, "
+            "which say it"
+        )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}: expected a positive number, found {value!r}")
     return value

@@ -237,7 +237,7 @@ class StepPredictor:
         step = self._devices.on_each(alone)
         made = self._made
         held = {kind: step.held[kind] for kind in KINDS if step.held[kind]}
-        loading = made.subject.loading_bytes if self._on_cuda else None
+        loading = self._loading_bytes
         notes = [*self._trainer_notes(), *made.fakes.notes, *self._notes]
         if loading is not None and loading > step.peak_bytes:
             notes.append(LOADING_HIGHEST)
@@ -296,12 +296,16 @@ class StepPredictor:
         """The longest sequence, in tokens, whose step fits a budget: at most the model's own longest.
 
         Args:
-            budget: Bytes, or a string such as ``"8GiB"``, for all that the step holds.
+            budget: Bytes, or a string such as ``"8GiB"``, for all that the step, and
+                loading the model before it, hold.
             batch_size: Sequences in the batch.
 
         Returns:
-            The number of tokens; 0 where not even one fits.
+            The number of tokens; 0 where not even one fits, or loading the model does
+            not.
         """
+        if not self._can_load(budget):
+            return 0
         limit = min(self.max_seq_len or MOST_TOKENS, MOST_TOKENS // batch_size)
 
         def trace_at(seq_len: int) -> Trace | None:
@@ -318,12 +322,16 @@ class StepPredictor:
         """The largest batch whose step fits a budget.
 
         Args:
-            budget: Bytes, or a string such as ``"8GiB"``, for all that the step holds.
+            budget: Bytes, or a string such as ``"8GiB"``, for all that the step, and
+                loading the model before it, hold.
             seq_len: Tokens in a sequence.
 
         Returns:
-            The number of sequences; 0 where not even one fits.
+            The number of sequences; 0 where not even one fits, or loading the model
+            does not.
         """
+        if not self._can_load(budget):
+            return 0
         known = [other[0] for other in self._traces if other[1] == seq_len]
         search = Search(
             lambda number: self._trace(number, seq_len),
@@ -332,6 +340,15 @@ class StepPredictor:
             MOST_TOKENS // seq_len,
         )
         return search(known or [1])
+
+    def _can_load(self, budget: int | str) -> bool:
+        """Whether a budget holds what loading the model takes, without which there is no step."""
+        return (self._loading_bytes or 0) <= parse_bytes(budget)
+
+    @property
+    def _loading_bytes(self) -> int | None:
+        """The most that loading the model holds on the device; ``None`` where it is not known."""
+        return self._made.subject.loading_bytes if self._on_cuda else None
 
     def _peak_of(self, found: Trace) -> int:
         """The peak of a step on each of the devices."""

@@ -41,7 +41,13 @@ _QUIET: dict[str, Any] = {
     "log_completions": False,
     "use_vllm": False,
 }
-_REFUSED = ("deepspeed", "fsdp", "torch_compile", "use_liger_kernel")
+# Settings that are refused, and why.
+_REFUSED = {
+    "deepspeed": "what DeepSpeed holds is not predicted",
+    "fsdp": "shards are predicted for engine='fsdp2', and not from args",
+    "torch_compile": "what a compiled model holds is not predicted",
+    "use_liger_kernel": "what Liger's kernels hold is not predicted",
+}
 
 
 def trainer_class(args: Any) -> Any:
@@ -86,11 +92,9 @@ def quiet_copy(args: Any) -> Any:
     Raises:
         ConfigError: They ask for what is not predicted.
     """
-    for name in _REFUSED:
+    for name, reason in _REFUSED.items():
         if getattr(args, name, None):
-            raise ConfigError(
-                f"args.{name}: a step is predicted for one device without it"
-            )
+            raise ConfigError(f"args.{name}: {reason}: leave it out")
     loading = getattr(args, "model_init_kwargs", None) or {}
     attention = str(loading.get("attn_implementation", ""))
     if "/" in attention or loading.get("use_kernels"):

@@ -215,6 +215,8 @@ class Rehearsal:
                 # weights of rewards and the like: no size depends on their values
                 vars(trainer)[name] = torch.ones(value.shape, dtype=value.dtype)
         number = self._set_batch_size(batch_size)
+        if getattr(trainer.data_collator, "max_length", None) is not None:
+            trainer.data_collator.max_length = seq_len  # longer ones are cut
         row: Row = self._rows.make(self.args, self._token, seq_len)
         trainer.train_dataset = [row] * number
         if "prompt" in row:

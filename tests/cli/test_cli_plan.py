@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import prepare_model_for_kbit_training
+from peft import LoraConfig, prepare_model_for_kbit_training
 from rich.cells import cell_len
+from transformers import TrainingArguments
 
-from kbitwrap import StepPredictor, StepTracker, build_plan
+from kbitwrap import StepPredictor, StepTracker, build_plan, predict_step
 from kbitwrap.bench.memory import live_bytes
+from kbitwrap.bench.settings import quantization_config
 from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import Bars, table
@@ -147,7 +149,7 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert main(["plan", model, *arguments]) == 0
     out = capsys.readouterr().out
     assert "longest sequence 64, largest batch" not in out.splitlines()[2]
-    assert out.startswith("8.000 GiB: fits with norms, none; with norms up to 3 x 8 tokens, or 1 x 64.\n")
+    assert out.startswith("8 GiB: fits with norms, none; with norms batch 3 of 8 tokens, or one sequence of 64.\n")
     assert "For each: fits yes, longest sequence 64." in out
     out = " ".join(out.split())
     assert "largest batch at 8" in out
@@ -164,14 +166,91 @@ def test_the_first_sentence_says_what_does_not_fit(
     arguments = ["plan", model, "--step", "--seq", "8", "--precision", "none", "norms"]
     assert main([*arguments, "--budget", "1KiB"]) == 1
     # no number above zero is shown as zero
-    said = "0.001 GiB: 1 x 8 tokens do not fit, they take 0.001 GiB with none; 1 x 64 do.\n"
+    said = "0.001 GiB: does not fit, loading the model takes 0.001 GiB before any step; a step of 1 x 8 tokens takes "
     assert capsys.readouterr().out.startswith(said)
+    loaded = predict(request_of(model), "none").step.loading_bytes
+    assert main([*arguments, "--budget", f"{loaded}B"]) == 1
+    said = "0.001 GiB: does not fit, 1 x 8 tokens take 0.001 GiB with none; one sequence of 64 would.\n"
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_of_a_devices_memory_the_context_is_taken_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(step, "_predict", lambda request, precision, *_: predict(request, precision))
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    arguments = [model, "--step", "--seq", "8", "--precision", "norms", "--device-memory", "24GB"]
+    found = run_json(capsys, *arguments)
+    assert found["device_memory_bytes"] - found["budget_bytes"] == 666_632_192
+    assert main(["plan", *arguments]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    said = (
+        "22.352 GiB of device memory, 21.731 beside the CUDA context: fits, batch 3 of 8 tokens, or one sequence of 64."
+    )
+    assert out.startswith(said)
+    assert "The CUDA context takes 0.267 to 0.621 GiB" in out
+
+
+def request_of(model: str) -> step.StepRequest:
+    return step.StepRequest(model, None, "bfloat16", 8, 1, 16, None, None, "cuda", None)
+
+
+def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    options = ["--step", "--trainer", "trainer", "--seq", "8", "--precision", "none", "--rank", "2", "--kernels", "cpu"]
+    assert main(["plan", model, *options]) == 0
+    assert "a step of transformers' Trainer, 8 x 8 tokens on cpu, nf4, LoRA of rank 2." in capsys.readouterr().out
+    found = run_json(capsys, model, *options, "--accumulate", "2", "--optimizer", "sgd")["steps"]["none"]
+    args = TrainingArguments(str(tmp_path), optim="sgd", gradient_accumulation_steps=2, use_cpu=True)
+    expected = predict_step(
+        model,
+        args=args,
+        precision="none",
+        seq_len=8,
+        kernels="cpu",
+        lora=LoraConfig(r=2, target_modules="all-linear"),
+        quantization_config=quantization_config("nf4", "bfloat16"),
+    )
+    assert found == json.loads(json.dumps(expected.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--accumulate", "2"], "--accumulate applies to the step of a trainer: add --trainer"),
+        (["--liger"], "--liger applies to the step of a trainer: add --trainer"),
+        (["--liger", "--trainer", "trainer"], "--liger: what Liger's kernels hold is not predicted: leave it out"),
+        (
+            ["--trainer", "trainer", "--optimizer", "adam"],
+            "transformers' Trainer: adam is not a valid OptimizerNames",
+        ),
+        (["--trainer", "trainer", "--optimizer", "lomo"], "--optimizer: 'lomo' is not predicted: "),
+        (["--trainer", "sgd"], "--trainer: expected one of sft, dpo, grpo, reward, trainer, found 'sgd'"),
+        (["--devices", "2"], "--engine and --devices are given together"),
+        (["--budget", "1GiB", "--device-memory", "1GiB"], "expected at most one of --budget, --device-memory, found "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_setting_of_a_trainer_that_cannot_be_is_refused_in_one_line(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
+    assert main(["plan", model, "--step", "--precision", "none", "--seq", "8", *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_a_step_on_each_of_several_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
+    options = ["--step", "--precision", "none", "--seq", "8"]
+    alone = run_json(capsys, model, *options)["steps"]["none"]
+    shared = run_json(capsys, model, *options, "--engine", "ddp", "--devices", "2")["steps"]["none"]
+    assert shared["backward_bytes"] > alone["backward_bytes"]
 
 
 def predict(request: step.StepRequest, precision: str) -> step.Prediction:
     from transformers import BitsAndBytesConfig
-
-    from kbitwrap import predict_step
 
     nf4 = BitsAndBytesConfig(load_in_4bit=True)
     one = predict_step(request.model, precision=precision, batch_size=1, seq_len=8, quantization_config=nf4)

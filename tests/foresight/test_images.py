@@ -184,7 +184,7 @@ def test_a_batch_that_disagrees_with_its_size_is_refused_in_one_line() -> None:
     batch = BatchFeature({"input_ids": ids(0)})
     with pytest.raises(ConfigError, match=r"^seq_len: expected 12, as input_ids of shape \(2, 12\) say, found 64"):
         predict_step(config, inputs=batch, seq_len=64)
-    with pytest.raises(ConfigError, match=r"^batch_size: expected a positive number, found None"):
+    with pytest.raises(ConfigError, match=r"^batch_size: give the number"):
         predict_step(config, inputs={"inputs_embeds": ((2, 12, 64), "float32")}, seq_len=12)
     with pytest.raises(ConfigError, match=r"return_tensors='pt'$"):
         predict_step(config, inputs=BatchFeature({"input_ids": [[9, 9]]}))
