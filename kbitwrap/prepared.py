@@ -439,7 +439,7 @@ class KbitPreparedModel:
             ConfigError: ``max_shard_size``, ``merge_as`` or ``seed`` is invalid, or
                 ``processing_class`` cannot be saved.
             UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3, or
-                ``model`` is another; with ``merge_adapters``, it is sharded.
+                ``model`` is another.
             ExportError: The exact base is gone, because adapters are merged into it,
                 its tensors were replaced, or a frozen one holds other values; a
                 quantized layer has lost its scales; it cannot be written; ``path`` is,
@@ -488,6 +488,11 @@ class KbitPreparedModel:
         that takes at most twice the bytes of the largest, where the adapters can be
         merged by rows.
 
+        Where FSDP sharded the model since, all ranks call it and iterate: rank 0 gets
+        the tensors, and the iterator of each other rank hands out nothing and ends when
+        that of rank 0 does. They gather one tensor at a time meanwhile, so that no
+        other collective may be called on rank 0 between two of them.
+
         Args:
             adapters: The names of the adapters to merge, none for the base alone;
                 ``None``: the active ones.
@@ -496,7 +501,7 @@ class KbitPreparedModel:
             StateError: The model is neither prepared nor suspended; on the way: its
                 state changed.
             ConfigError: No adapter has such a name.
-            UnsupportedModelError: The model is sharded or offloaded.
+            UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3.
             ExportError: As of ``export``; or the model's class has a
                 ``save_pretrained`` of its own.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from kbitwrap import (
@@ -35,6 +28,7 @@ from kbitwrap import (
 )
 from kbitwrap.integrations import KbitTrainerCallback
 from support import forks, zoo
+from support.engines import ENGINES, copy_adapters, fsdp1, whole
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
 from support.thorough import few
@@ -42,29 +36,6 @@ from support.trainers import dataset
 from support.training import step
 
 STORES_NOTHING = ("norms", "adapted", "none")
-Shard = Callable[..., nn.Module]
-
-
-def fsdp2(live: nn.Module) -> nn.Module:
-    """Each block, then the rest."""
-    for block in next(module for module in live.modules() if isinstance(module, nn.ModuleList)):
-        fully_shard(block)
-    fully_shard(live)
-    if hasattr(live, "generate"):
-        register_fsdp_forward_method(live, "generate")
-    return live
-
-
-def fsdp1(live: nn.Module, **options: Any) -> nn.Module:
-    """The same with wrappers, which keep the parameters' objects."""
-    options = {"use_orig_params": True, "device_id": torch.device("cpu")} | options
-    layers = next(module for module in live.modules() if isinstance(module, nn.ModuleList))
-    for index, block in enumerate(layers):
-        layers[index] = FullyShardedDataParallel(block, **options)
-    return FullyShardedDataParallel(live, **options)
-
-
-ENGINES: dict[str, Shard] = {"fsdp2": fsdp2, "fsdp1": fsdp1}
 
 
 def load(engine: str) -> transformers.PreTrainedModel:
@@ -90,28 +61,6 @@ def flags(model: nn.Module) -> dict[tuple[int, str], bool]:
     return {
         (id(m), name): p.requires_grad for m in model.modules() for name, p in m._parameters.items() if p is not None
     }
-
-
-def copy_adapters(live: nn.Module, plain: nn.Module) -> None:
-    """Give an unsharded model the adapters of a sharded one; all ranks call it."""
-    to = {canonical(fqn): p for fqn, p in plain.named_parameters() if "lora_" in fqn}
-    with whole(live, recurse=True):
-        for fqn, parameter in live.named_parameters():
-            if "lora_" in fqn:
-                value = parameter.detach()
-                to.pop(canonical(fqn)).data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-    assert not to
-
-
-def canonical(fqn: str) -> str:
-    return fqn.replace("_fsdp_wrapped_module.", "")
-
-
-def whole(live: nn.Module, *, recurse: bool) -> contextlib.AbstractContextManager[None]:
-    """Where FSDP1's parameters are whole; FSDP2 needs no such thing."""
-    if isinstance(live, FullyShardedDataParallel):
-        return FullyShardedDataParallel.summon_full_params(live, recurse=recurse, writeback=False)
-    return contextlib.nullcontext()
 
 
 def agree(rank: int) -> None:

@@ -15,7 +15,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from .forms import MergeForm
 from .merge import merge_into
 from .merged import Merged
 from .sharding import Gathering
-from .twin import build_twin
+from .twin import build_twin, promise_adapters
 from .writer import (
     CheckpointWriter,
     Tensors,
@@ -81,16 +81,18 @@ def export_model(
         gathering = Gathering(tree, preparation, "export", ExportError)
         merged = Merged((), {})
         with gathering.agreeing():
-            if gathering.is_sharded and merge_adapters:
-                _refuse_sharded_merge()
             refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
             if live is not model:
                 tree = _tree_of(live, model, preparation)
             # the model as a restore would leave it; as it is where it is not prepared
             twin = build_twin(tree, preparation, gathering)
-            if merge_adapters:
-                merged = merge_into(twin, form=form)
+
+        def merge() -> Merged:
+            promise_adapters(twin, gathering)
+            return merge_into(twin, form=form)
+
         if merge_adapters:
+            merged = gathering.lead(merge)
             _warn_of_merge(merged)
 
         def write() -> ExportReport:
@@ -119,13 +121,6 @@ def export_model(
             )
 
         return gathering.lead(write)
-
-
-def _refuse_sharded_merge() -> NoReturn:
-    raise UnsupportedModelError(
-        "the adapters of a sharded model cannot be merged; export() the base, save the "
-        "adapters, then load both in one process and merge there"
-    )
 
 
 def _warn_of_merge(merged: Merged) -> None:
@@ -190,11 +185,20 @@ def merged_weights(
     """
     with plain_mode():
         tree = preparation.tree()
-        refuse_unreadable(tree, allow_sharded=False)
-        twin = build_twin(tree, preparation)
-        merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
-        tensors = saved_tensors(twin.model)
-    return _computed(tensors, moment, moment())
+        gathering = Gathering(tree, preparation, "merge", ExportError)
+        with gathering.agreeing():
+            refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
+            twin = build_twin(tree, preparation, gathering)
+
+        tensors: dict[str, torch.Tensor] = {}
+
+        def merge() -> None:
+            promise_adapters(twin, gathering)
+            merge_into(twin, [adapters] if isinstance(adapters, str) else adapters)
+            tensors.update(saved_tensors(twin.model))
+
+        gathering.lead(merge)
+    return gathering.lead_each(_computed(tensors, moment, moment()))
 
 
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:

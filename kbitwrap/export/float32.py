@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..model.quantization import PEFT_MODULES
 from ..model.tree import shallow_copy
+from ..tensors.lazy import LazyTensor, values_of
 from .adapters import ActiveLayer
 
 # The attributes that accelerate sets: the forward between its hooks, the forward that
@@ -90,7 +91,10 @@ def float32_layer(one: ActiveLayer, plain: nn.Module) -> Any:
             # Views with a history, which a layer keeps of tied adapters, cannot be
             # copied.
             for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                if isinstance(leaf, LazyTensor):
+                    values = values_of(leaf)
+                    memo[id(leaf)] = nn.Parameter(values, requires_grad=False)
+                elif isinstance(leaf, Tensor) and not leaf.is_leaf:
                     memo[id(leaf)] = leaf.detach().clone()
 
     copied: Any = copy.deepcopy(bare, memo)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ExportError
-from ..model.bitsandbytes_layers import codes_of
+from ..model.bitsandbytes_layers import codes_of, quantized_layer
 from ..tensors.codes import Codes, RandomNumbers
 from .adapted import AdaptedTensor
 from .adapters import ActiveLayer, refuse_infinite
@@ -43,6 +43,7 @@ def requantize(
         seed: The seed.
         tally: Takes the sums.
     """
+    layer = quantized_layer(layer)
     weight = layer.get_parameter("weight")
     codes = codes_of(layer)
     if codes is None:

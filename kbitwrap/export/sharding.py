@@ -23,8 +23,16 @@ from ..edits.storage import StorageChange
 from ..edits.training import RuntimeChange
 from ..errors import ConfigError, ExportError, ManifestError
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, NamedTensor
-from ..model.wrappers import is_flattened, is_sharded_tensor, loaded_class
+from ..model.tree import ModelTree, NamedTensor, shallow_copy
+from ..model.wrappers import (
+    class_before_sharding,
+    is_d_tensor,
+    is_flattened,
+    is_sharded_tensor,
+    loaded_class,
+    unwrap,
+    wrapped_children,
+)
 from ..preparation.original import Original
 from ..preparation.preparation import Preparation
 from ..tensors.lazy import LazyTensor
@@ -47,7 +55,7 @@ class _Sharded:
     """A parameter of which this rank holds a part."""
 
     fqn: str
-    shape: torch.Size  # of the whole
+    shape: torch.Size | None  # of the whole; ``None``: it is known when it is gathered
     parameter: Any
     unit: nn.Module | None  # the wrapper that laid it out flat, of FSDP1
 
@@ -73,6 +81,8 @@ class Gathering:
         # the trainable ones that held other values than recorded when they were read
         self.trained: list[str] = []
         self._tensors: list[_Sharded] = []
+        self._adapters: dict[int, int] = {}  # their places in it, by ``id``
+        self._shells: dict[int, nn.Module] = {}
         self._units: dict[int, nn.Module] = {}  # of FSDP1
         self._outermost: list[nn.Module] = []
         self._unit: nn.Module | None = None  # the one that is whole
@@ -108,7 +118,64 @@ class Gathering:
                 )
             held = held_of(tensor.module, tensor.name, tensor.parameter)
             found[key] = self._promise(tensor, was, held, original)
+
+        for tensor in tree.tensors:
+            key = id(tensor.parameter)
+            if key not in found and is_sharded_tensor(tensor.parameter):
+                self._adapters[key] = len(self._tensors)
+                self._tensors.append(self._sharded(tensor))
+
         return found
+
+    def shell(self, module: nn.Module) -> nn.Module:
+        """A copy of one of PEFT's modules, of which sharded parameters are promised.
+
+        Inside `lead` they can be read. What it wraps is the live module; the same
+        module gives the same copy.
+        """
+        if not self.is_sharded:
+            return module
+
+        key = id(module)
+        if key in self._shells:
+            return self._shells[key]
+
+        shell = self._shells[key] = shallow_copy(module)
+        shell.__class__ = class_before_sharding(module)
+        wrapped = wrapped_children(module)
+        for name, child in module._modules.items():
+            if child is not None and name not in wrapped:
+                # FSDP1 may have wrapped the child
+                shell._modules[name] = self.shell(unwrap(child)[0])
+
+        # FSDP1 registers the parameters of the live module again when it gathers them
+        parameters = vars(shell)["_parameters"]
+        for name, parameter in [*parameters.items()]:
+            if id(parameter) in self._adapters:
+                parameters[name] = self._promise_adapter(parameter)
+
+        return shell
+
+    def _promise_adapter(self, parameter: Any) -> LazyTensor:
+        """Promise an adapter's parameter, as it is."""
+        index = self._adapters[id(parameter)]
+        shape = self._tensors[index].shape
+        if shape is None:
+            shape = self._read(index).shape
+
+        return LazyTensor(shape, parameter.dtype, lambda: self._read(index))
+
+    def _read(self, index: int) -> Tensor:
+        """The whole of a parameter, on rank 0, which lets the others gather it too."""
+        one = self._tensors[index]
+        if not self._is_led:
+            raise RuntimeError(
+                f"{one.fqn} is sharded: its values can be read only while all ranks "
+                f"{self._verb} together"
+            )
+
+        _tell(index)
+        return self._gather(one)
 
     def _promise(
         self,
@@ -124,21 +191,13 @@ class Gathering:
         fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(fqn, was)
         index = len(self._tensors)
-        one = self._sharded(tensor, was)
-        self._tensors.append(one)
+        self._tensors.append(self._sharded(tensor, was.shape))
         stored = None
         if isinstance(held, StorageChange) and held.converts(parameter):
             stored = held
 
         def compute() -> Tensor:
-            if not self._is_led:
-                raise RuntimeError(
-                    f"{fqn} is sharded: its values can be read only while all ranks "
-                    "export together"
-                )
-
-            _tell(index)
-            value = self._gather(one)
+            value = self._read(index)
             if stored is not None:
                 value = stored.original_of(value)
 
@@ -150,7 +209,8 @@ class Gathering:
             return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
-        promised = _lazy_class(was.quantized_class)(one.shape, dtype, compute)
+        shape = parameter.shape if is_d_tensor(type(parameter)) else was.shape
+        promised = _lazy_class(was.quantized_class)(shape, dtype, compute)
         if was.quant_state is not None:
             state = was.quant_state()
             if isinstance(held, RuntimeChange):
@@ -159,10 +219,12 @@ class Gathering:
 
         return promised
 
-    def _sharded(self, tensor: NamedTensor, was: ParameterRecord) -> _Sharded:
+    def _sharded(
+        self, tensor: NamedTensor, shape: torch.Size | None = None
+    ) -> _Sharded:
         """The parts that are gathered of a parameter.
 
-        The units of FSDP1 around it are looked up once.
+        The units of FSDP1 around it are looked up once, and its shape is the one given.
         """
         parameter, owner = tensor.parameter, tensor.module
         if not is_flattened(parameter):
@@ -171,7 +233,7 @@ class Gathering:
             outermost, units = _fsdp1_units(owner)
             self._outermost.append(outermost)
             self._units |= units
-        return _Sharded(tensor.fqn, was.shape, parameter, self._units[id(owner)])
+        return _Sharded(tensor.fqn, shape, parameter, self._units[id(owner)])
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -203,7 +265,7 @@ class Gathering:
     def _compare(self, error: str | None) -> tuple[Any, list[Any]]:
         """This rank's tensors, and what failed on each rank, with its tensors."""
         tensors = [
-            (one.fqn, tuple(one.shape), str(one.parameter.dtype))
+            (one.fqn, one.shape and tuple(one.shape), str(one.parameter.dtype))
             for one in self._tensors
         ]
         found: list[Any] = [None] * distributed.get_world_size()
@@ -221,19 +283,48 @@ class Gathering:
         if distributed.get_rank() != 0:
             return self._follow()  # type: ignore[no-any-return]
 
+        with self._leading() as results:
+            results.append(read())
+        return results[-1]  # type: ignore[no-any-return]
+
+    def lead_each(self, values: Iterator[T]) -> Iterator[T]:
+        """Hand out ``values`` on rank 0 while all other ranks help to gather.
+
+        There nothing is handed out, and it ends, or raises, as it does on rank 0.
+        """
+        if not self.is_sharded:
+            yield from values
+        elif distributed.get_rank() != 0:
+            self._follow()
+        else:
+            with self._leading():
+                yield from values
+
+    @contextlib.contextmanager
+    def _leading(self) -> Iterator[list[Any]]:
+        """Let all other ranks gather what the body reads on rank 0.
+
+        They return the last of what it puts into the list, or raise what it raised.
+        """
+        results: list[Any] = [None]
+        failure = None
         self._is_led = True
         try:
-            result = read()
+            yield results
+        except GeneratorExit:  # the caller asks for no more
+            raise
         except BaseException as error:
             kind = ConfigError if isinstance(error, ConfigError) else self._error
-            _tell((kind, str(error) or type(error).__name__))
+            failure = kind, str(error) or type(error).__name__
             raise
         finally:
             self._is_led = False
-            self._open(None)
-
-        _tell((None, result))
-        return result
+            # Where another rank is gone, its loss is what is raised already.
+            lost = () if failure is None else (RuntimeError,)
+            with contextlib.suppress(*lost):
+                _tell(failure or (None, results[-1]))
+            with contextlib.suppress(*lost):
+                self._open(None)
 
     def _follow(self) -> Any:
         """Gather what rank 0 announces, and return or raise what it did.
@@ -255,7 +346,7 @@ class Gathering:
         """The whole of a parameter; all ranks gather it together."""
         if one.unit is not None:
             self._open(one.unit)
-            if one.parameter.shape != one.shape:
+            if one.shape not in (None, one.parameter.shape):
                 raise ExportError(
                     f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
                 )

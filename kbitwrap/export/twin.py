@@ -231,6 +231,15 @@ def build_twin(
     return twin
 
 
+def promise_adapters(twin: Twin, gathering: Gathering) -> None:
+    """Put copies, whose sharded tensors can be read, in the place of PEFT's modules.
+
+    It is called on rank 0, while all ranks gather.
+    """
+    for peeled in twin.peeled:
+        peeled.wrappers = tuple(map(gathering.shell, peeled.wrappers))
+
+
 def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
     """Raise where PEFT has merged an adapter into what it wraps.
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..tensors.codes import Codes
+from ..tensors.lazy import LazyTensor
 from .quantization import is_quantized_parameter
 from .wrappers import loaded_class
 
@@ -87,14 +88,17 @@ def make_pending(module: nn.Module, values: torch.Tensor) -> None:
 
 
 def quantized_layer(module: nn.Module) -> nn.Module:
-    """A bitsandbytes layer, quantized: a copy where it is pending.
+    """A bitsandbytes layer, quantized: a copy where it is pending, or its weight lazy.
 
-    All copies share one weight, as long as any of them is there.
+    All copies of a pending one share a weight, as long as any of them is there.
     """
+    pending: Any = module.get_parameter("weight")
+    if isinstance(pending, LazyTensor):
+        return _with_weight(module, _computed(pending))
+
     if not is_pending(module):
         return module
 
-    pending: Any = module.get_parameter("weight")
     watcher = vars(pending).pop(_WATCHER, None)
     shared = vars(pending).get(_SHARED)
     weight = None if shared is None else shared()
@@ -102,12 +106,29 @@ def quantized_layer(module: nn.Module) -> nn.Module:
         weight = _quantized(pending)
         vars(pending)[_SHARED] = weakref.ref(weight)
 
-    layer = copy.copy(module)
-    layer.__dict__ = {**vars(module), "_parameters": {**module._parameters}}
-    layer._parameters["weight"] = weight
+    layer = _with_weight(module, weight)
     if watcher is not None:
         watcher(layer)
     return layer
+
+
+def _with_weight(module: nn.Module, weight: Any) -> nn.Module:
+    """A copy of a layer with another weight."""
+    layer = copy.copy(module)
+    layer.__dict__ = {**vars(module), "_parameters": {**module._parameters}}
+    layer._parameters["weight"] = weight
+    return layer
+
+
+def _computed(lazy: Any) -> torch.Tensor:
+    """The weight whose values a lazy one computes, with its class and statistics."""
+    classes: Any = type(lazy).__mro__
+    quantized_class = next(cls for cls in classes if not issubclass(cls, LazyTensor))
+    weight: torch.Tensor = torch.Tensor._make_subclass(quantized_class, lazy.compute())
+    for name in STATISTICS:
+        if name in vars(lazy):
+            vars(weight)[name] = vars(lazy)[name]
+    return weight
 
 
 def when_quantized(module: nn.Module, watcher: Callable[[nn.Module], None]) -> None:

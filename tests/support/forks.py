@@ -99,27 +99,36 @@ def _execute(text: str, arguments: tuple[str, ...], folder: Path | None) -> tupl
     return output.getvalue(), errors.getvalue()
 
 
-Join = Callable[[], contextlib.AbstractContextManager[None]]
+Join = Callable[..., contextlib.AbstractContextManager[None]]
 
 
-def run_ranks(function: Callable[..., None], *args: Any) -> None:
-    """Call `function(rank, join, *args)` in two new processes; `with join():` they are one gloo group."""
+def run_ranks(function: Callable[..., None], *args: Any, world_size: int = WORLD_SIZE) -> None:
+    """Call `function(rank, join, *args)` in new processes; `with join():` they are one gloo group."""
+    started = start_ranks(function, *args, world_size=world_size)
+    while not started.join():
+        pass
+
+
+def start_ranks(function: Callable[..., None], *args: Any, world_size: int = WORLD_SIZE) -> Any:
+    """Start what `run_ranks` waits for: torch's `ProcessContext`."""
     import torch.multiprocessing
 
     context()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_enter, (function, port, args), nprocs=WORLD_SIZE, start_method="forkserver")
+    return torch.multiprocessing.start_processes(
+        _enter, (function, port, world_size, args), nprocs=world_size, join=False, start_method="forkserver"
+    )
 
 
-def _enter(rank: int, function: Callable[..., None], port: int, args: tuple[Any, ...]) -> None:
+def _enter(rank: int, function: Callable[..., None], port: int, world_size: int, args: tuple[Any, ...]) -> None:
     @contextlib.contextmanager
-    def join() -> Iterator[None]:
+    def join(**options: Any) -> Iterator[None]:
         from torch import distributed
 
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
-        distributed.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+        distributed.init_process_group("gloo", rank=rank, world_size=world_size, **options)
         try:
             yield
         finally:

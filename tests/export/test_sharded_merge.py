@@ -1,0 +1,244 @@
+"""Merging by several processes what FSDP sharded: the very bytes of the merge of the unsharded model."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peft
+import pytest
+import torch
+import transformers
+from torch.distributed.fsdp import fully_shard
+
+import kbitwrap.export.adapted as adapted_module
+from kbitwrap import KbitPreparedModel
+from kbitwrap.export.sharding import Gathering
+from support import forks, zoo
+from support.engines import ENGINES, copy_adapters
+from support.files import SHARD, read, tensors_of
+from support.layers import LORA, adapted_layers
+from support.memory import allocations, peak
+from support.snapshot import Snapshot
+from support.thorough import few
+from support.training import step
+
+FORMS = ("half", "mixed", "quantized")
+
+
+class Case(NamedTuple):
+    architecture: str
+    engine: str = "fsdp2"
+    quant: str | None = "nf4"
+    precision: str = "norms"
+    dtype: torch.dtype = torch.bfloat16
+    adapters: str = "lora"
+
+
+FEW = [
+    Case("llama"),
+    Case("gpt2", precision="full", adapters="head"),
+    Case("mixtral", adapters="experts"),
+    Case("llama", "fsdp1", adapters="dora"),
+]
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "mistral", "phi3", "falcon", "bloom", "gpt_neox")
+MANY = [
+    *(Case(name) for name in ARCHITECTURES),
+    *(Case(name, adapters="dora", precision="full") for name in ("llama", "gpt2")),
+    *(Case(name, dtype=torch.float16) for name in ("llama", "qwen3", "gpt2")),
+    *(Case(name, quant="int8") for name in ("llama", "gpt2", "opt")),
+    Case("llama", quant="nf4-double"),
+    Case("llama", quant=None),
+]
+OF_FSDP1 = [
+    *(Case(name, "fsdp1") for name in ARCHITECTURES),
+    *(Case(name, "fsdp1", dtype=torch.float16) for name in ("llama", "qwen3", "gpt2")),
+    Case("gpt2", "fsdp1", adapters="head"),
+    Case("llama", "fsdp1", quant=None),
+]
+
+
+def load(case: Case) -> transformers.PreTrainedModel:
+    """A model that the engine can shard: FSDP1 lays out flat what has one dtype, which is no integer."""
+    if case.engine != "fsdp1" or case.quant is None:
+        return zoo.load(case.architecture, case.quant, case.dtype)
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=case.dtype,
+        bnb_4bit_quant_storage=case.dtype,
+        llm_int8_skip_modules=list(zoo.ARCHITECTURES[case.architecture].unquantized) or None,
+    )
+    return zoo.load(case.architecture, dtype=case.dtype, quantization_config=config)
+
+
+def adapt(case: Case, model: transformers.PreTrainedModel) -> peft.PeftModel:
+    """Adapters of a kind, the same at each call; FSDP1 needs them in the model's dtype."""
+    # small enough for the codes of a quantized merge
+    options: dict[str, Any] = {"lora_alpha": 0.25}
+    if case.adapters == "dora":
+        options["use_dora"] = True
+    if case.adapters == "experts":
+        options["target_parameters"] = ["experts.down_proj"]
+    torch.manual_seed(0)
+    config = zoo.lora_config(case.architecture, modules_to_save=case.adapters == "head", **options)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine != "fsdp1")
+
+
+def forms(case: Case) -> tuple[str, ...]:
+    """The forms that a case is merged in: of weights that are not quantized there is one."""
+    return FORMS[:1] if case.quant is None else FORMS
+
+
+def merges(prepared: KbitPreparedModel, folder: Path, case: Case) -> dict[str, dict[str, bytes]]:
+    """The files of the merged model in each form."""
+    found = {}
+    for form in forms(case):
+        prepared.export(folder / form, merge_adapters=True, merge_as=form, max_shard_size=SHARD)
+        found[form] = read(folder / form)
+    return found
+
+
+class Whole(NamedTuple):
+    """A prepared model with adapters that nobody shards."""
+
+    prepared: KbitPreparedModel
+    peft_model: peft.PeftModel
+
+
+def prepare(case: Case) -> Whole:
+    prepared = KbitPreparedModel(load(case), precision=case.precision, gradient_checkpointing=False).prepare()
+    peft_model = adapt(case, prepared.model)
+    prepared.adopt(peft_model)
+    return Whole(prepared, peft_model)
+
+
+def merge_exactly(rank: int, join: forks.Join, cases: list[Case], folder: Path) -> None:
+    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
+    models = [(prepare(case), prepare(case)) for case in cases]
+    with join():
+        for index, (case, (one, whole)) in enumerate(zip(cases, models, strict=True)):
+            place = folder / f"{rank}-{index}"
+            expected = merges(whole.prepared, place / "whole", case)
+            live = ENGINES[case.engine](one.peft_model)
+            assert merges(one.prepared, folder / f"{index}", case) == expected, case
+
+            before = Snapshot(live)  # FSDP1 has set itself up in the first use
+            handed_out = dict(one.prepared.merged_weights())
+            assert before.diff(Snapshot(live)) == []
+            half = tensors_of(place / "whole" / "half")
+            assert handed_out.keys() == (half.keys() if rank == 0 else set())
+            assert all(torch.equal(handed_out[fqn], half[fqn]) for fqn in handed_out)
+
+            step(case.architecture, live)
+            if case.adapters == "lora":
+                copy_adapters(live, whole.peft_model)
+                expected = merges(whole.prepared, place / "trained", case)
+                assert merges(one.prepared, folder / f"{index}-trained", case) == expected, case
+            step(case.architecture, live, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("cases", "world_size"),
+    few([(FEW, 2), (MANY, 2), (MANY, 4), (OF_FSDP1, 2), (OF_FSDP1, 4)], [(FEW, 2)]),
+    ids=["few", "fsdp2", "fsdp2-by-4", "fsdp1", "fsdp1-by-4"],
+)
+def test_the_files_are_those_of_the_unsharded_merge(cases: list[Case], world_size: int, tmp_path: Path) -> None:
+    forks.run_ranks(merge_exactly, cases, tmp_path, world_size=world_size)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A rank that is killed in the middle, and one that asks for no more.
+# ----------------------------------------------------------------------------------------------------
+
+LIMIT = 20  # seconds, of the process group
+
+
+def kill_at(number: int) -> None:
+    """Kill this process with SIGKILL when it gathers for that time."""
+    gather = Gathering._gather
+    calls = itertools.count(1)
+
+    def gather_or_die(self: Gathering, one: Any) -> torch.Tensor:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(self, one)
+
+    Gathering._gather = gather_or_die  # type: ignore[method-assign]
+
+
+def lose_one(rank: int, join: forks.Join, killed: int, engine: str, folder: Path) -> None:
+    one = prepare(Case("llama", engine))
+    with join(timeout=datetime.timedelta(seconds=LIMIT)):
+        ENGINES[engine](one.peft_model)
+        if rank == killed:
+            kill_at(20)
+        start = time.monotonic()
+        try:
+            one.prepared.export(folder / "merged", merge_adapters=True, max_shard_size=SHARD)
+        except Exception as error:
+            (folder / f"rank-{rank}").write_text(f"{time.monotonic() - start} {error}")
+        else:
+            raise AssertionError("it was exported")
+        os._exit(0)  # nothing is left of the group to be destroyed
+
+
+@pytest.mark.parametrize(
+    ("killed", "engine", "world_size"),
+    few(
+        [(1, "fsdp2", 2), (0, "fsdp2", 2), (2, "fsdp2", 4), (0, "fsdp2", 4), (3, "fsdp1", 4), (0, "fsdp1", 4)],
+        [(1, "fsdp2", 2)],
+    ),
+)
+def test_a_rank_that_is_killed_ends_the_others(killed: int, engine: str, world_size: int, tmp_path: Path) -> None:
+    started = forks.start_ranks(lose_one, killed, engine, tmp_path, world_size=world_size)
+    for process in started.processes:
+        process.join(3 * LIMIT)
+    codes = {rank: process.exitcode for rank, process in enumerate(started.processes)}
+    assert codes == {rank: -signal.SIGKILL if rank == killed else 0 for rank in range(world_size)}
+    for rank in {*range(world_size)} - {killed}:
+        seconds, _, message = (tmp_path / f"rank-{rank}").read_text().partition(" ")
+        assert float(seconds) < LIMIT + 5, message
+    assert not (tmp_path / "merged").exists()
+
+
+def take_few(rank: int, join: forks.Join) -> None:
+    one = prepare(Case("llama"))
+    with join():
+        live = ENGINES["fsdp2"](one.peft_model)
+        for _ in zip(range(3), one.prepared.merged_weights(), strict=False):
+            assert rank == 0
+        step("llama", live)
+
+
+def test_rank_0_may_take_a_few_weights_only() -> None:
+    forks.run_ranks(take_few)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory.
+# ----------------------------------------------------------------------------------------------------
+
+
+def hold_little(rank: int, join: forks.Join, folder: Path) -> None:
+    width, tensor = 512, 2 * 512 * 512
+    # In as many blocks as a layer of 4096 times 4096 elements.
+    adapted_module._BLOCK_BYTES = 4 * width * width // 32
+    layers = adapted_layers("nf4", width, **LORA)
+    wrapper = KbitPreparedModel(layers, gradient_checkpointing=False).prepare()
+    with join():
+        fully_shard(layers)
+        wrapper.export(folder / "warm", merge_adapters=True)
+        sizes = allocations(lambda: wrapper.export(folder / "merged", merge_adapters=True))
+    mapped = (folder / "merged" / "model.safetensors").stat().st_size  # to read its header
+    # Rank 0 as without shards; the others gather what is packed, and merge nothing.
+    assert 0 < peak(size for size in sizes if abs(size) != mapped) <= (2 * tensor if rank == 0 else tensor)
+
+
+def test_what_is_held_beside_the_shards_is_what_one_tensor_takes(tmp_path: Path) -> None:
+    forks.run_ranks(hold_little, tmp_path)

@@ -1,0 +1,59 @@
+"""Engines that shard a model, as users call them, and adapters copied out of one that is sharded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+Shard = Callable[..., nn.Module]
+
+
+def fsdp2(live: nn.Module, **options: Any) -> nn.Module:
+    """Each block, then the rest; 8-bit weights stay whole, because their scales would be lost."""
+    ignored = {p for p in live.parameters() if type(p).__name__ == "Int8Params"}
+    for block in next(module for module in live.modules() if isinstance(module, nn.ModuleList)):
+        fully_shard(block, ignored_params=ignored, **options)
+    fully_shard(live, ignored_params=ignored, **options)
+    if hasattr(live, "generate"):
+        register_fsdp_forward_method(live, "generate")
+    return live
+
+
+def fsdp1(live: nn.Module, **options: Any) -> nn.Module:
+    """The same with wrappers, which keep the parameters' objects."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")} | options
+    layers = next(module for module in live.modules() if isinstance(module, nn.ModuleList))
+    for index, block in enumerate(layers):
+        layers[index] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(live, **options)
+
+
+ENGINES: dict[str, Shard] = {"fsdp2": fsdp2, "fsdp1": fsdp1}
+
+
+def copy_adapters(live: nn.Module, plain: nn.Module) -> None:
+    """Give an unsharded model the adapters of a sharded one; all ranks call it."""
+    to = {canonical(fqn): p for fqn, p in plain.named_parameters() if "lora_" in fqn}
+    with whole(live, recurse=True):
+        for fqn, parameter in live.named_parameters():
+            if "lora_" in fqn:
+                value = parameter.detach()
+                to.pop(canonical(fqn)).data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+    assert not to
+
+
+def canonical(fqn: str) -> str:
+    return fqn.replace("_fsdp_wrapped_module.", "")
+
+
+def whole(live: nn.Module, *, recurse: bool) -> contextlib.AbstractContextManager[None]:
+    """Where FSDP1's parameters are whole; FSDP2 needs no such thing."""
+    if isinstance(live, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(live, recurse=recurse, writeback=False)
+    return contextlib.nullcontext()
