@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from .foresight.memory import StepMemory
     from .foresight.predict import StepPredictor, predict_step
+    from .foresight.scripts import instead_of_training
     from .foresight.tracker import StepTracker
     from .manifest.diff import ManifestDiff
     from .manifest.manifest import Manifest
@@ -73,6 +74,7 @@ _HOMES = {
     ),
     "foresight.memory": ("StepMemory",),
     "foresight.predict": ("StepPredictor", "predict_step"),
+    "foresight.scripts": ("instead_of_training",),
     "foresight.tracker": ("StepTracker",),
     "manifest.diff": ("ManifestDiff",),
     "manifest.manifest": ("Manifest",),
@@ -118,6 +120,7 @@ __all__ = [
     "convert_checkpoint",
     "doctor",
     "inspect_checkpoint",
+    "instead_of_training",
     "merge_checkpoint",
     "patch_peft",
     "patched",

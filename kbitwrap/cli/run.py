@@ -11,9 +11,20 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
+import typer
+
 from .. import Precision
 from .console import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NO, InputError
-from .usage import PRECISIONS, argument, choice
+from .usage import (
+    PRECISIONS,
+    argument,
+    at_most_one,
+    choice,
+    file_size,
+    flag,
+    option,
+    value,
+)
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = """Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's.
@@ -22,11 +33,44 @@ It is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of P
 is imported. Processes that the script starts are not affected. Options before SCRIPT are kbitwrap's, those after it the
 script's.
 
-Exit status: that of the script; 2 if it cannot be read."""
+With --plan it runs until a trainer of transformers or TRL would train, prints what a step will take and whether that
+fits, and stops. Nothing is trained, and no weights are read unless --load is given, which a script needs that computes
+with its model before it trains.
+
+Exit status: that of the script; 2 if it cannot be read. With --plan: 0 the step fits or there is nothing to fit, 1 it
+does not, 2 it was not reached or cannot be predicted."""
 SETTINGS = {"allow_interspersed_args": False}
 
 
+_Plan = Annotated[
+    bool,
+    flag("--plan", "Print what a training step will take, and stop before the first."),
+]
+_Budget = Annotated[
+    int | None,
+    value(
+        "--budget",
+        "BYTES",
+        file_size,
+        "The most that a step's tensors may take, such as 8GiB, with --plan.",
+    ),
+]
+_DeviceMemory = Annotated[
+    int | None,
+    value(
+        "--device-memory",
+        "BYTES",
+        file_size,
+        "The memory of the device, such as 24GB, with --plan; that of the device here, if left out.",
+    ),
+]
+_Load = Annotated[
+    bool, flag("--load", "Load the models that the script loads, with --plan.")
+]
+
+
 def command(
+    context: typer.Context,
     script: Annotated[str, argument("SCRIPT", str, "A Python file.")],
     arguments: Annotated[
         list[str] | None,
@@ -40,13 +84,47 @@ def command(
             "What the drop-in prepares with; 'full' is PEFT's way.",
         ),
     ] = Precision.FULL.value,
+    plan: _Plan = False,
+    budget: _Budget = None,
+    device_memory: _DeviceMemory = None,
+    load: _Load = False,
 ) -> int:
     """Run the script. 0 if it ended, 1 if it raised, 130 if it was interrupted; the traceback was printed.
+
+    With ``plan`` the status is the answer whether its step fits.
 
     Raises:
         InputError: The script cannot be read.
         SystemExit: From the script.
     """
+    at_most_one(context, budget=budget, device_memory=device_memory)
+    given = {"budget": budget, "device_memory": device_memory, "load": load or None}
+    named = [option(name) for name, one in given.items() if one is not None]
+    if named and not plan:
+        raise InputError(f"{named[0]} is for --plan")
+    if not plan:
+        return _run(script, arguments, _patched_when_imported(precision))
+    from .rehearse import Rehearsal, Stopped
+
+    rehearsal = Rehearsal(precision, budget, device_memory, load)
+    try:
+        status = _run(script, arguments, rehearsal.in_force())
+        if status == EXIT_INTERRUPTED:
+            return status
+        how = "the script raised" if status else "the script ended"
+    except Stopped:
+        how = "the script was stopped"
+    except SystemExit as left:
+        how = f"the script ended with status {left.code!r}"
+    return rehearsal.ended(how)
+
+
+def _run(
+    script: str,
+    arguments: list[str] | None,
+    changed: contextlib.AbstractContextManager[None],
+) -> int:
+    """Run a script as ``__main__``, with libraries changed."""
     path = os.path.abspath(script)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     try:
@@ -61,11 +139,13 @@ def command(
     )
     with _process_of(main, [script, *(arguments or [])]):
         try:
-            with _patched_when_imported(precision):
+            with changed:
                 exec(loader.source_to_code(source, path), vars(main))
         except SystemExit:
             raise
         except BaseException as error:
+            if _is_own(error):
+                raise
             # As for a script: no frame above it is shown, and none at all where it
             # cannot be compiled.
             trace = error.__traceback__
@@ -74,6 +154,11 @@ def command(
             sys.excepthook(type(error), error.with_traceback(trace), trace)
             return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_NO
     return EXIT_DONE
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether an exception is the end of a rehearsal."""
+    return type(error).__module__ == f"{__package__}.rehearse"
 
 
 @contextlib.contextmanager

@@ -46,10 +46,10 @@ class Limit:
 
     def __str__(self) -> str:
         if self.device_memory is None:
-            return f"{_gib(self.budget)} GiB"
+            return f"{gib(self.budget)} GiB"
         return (
-            f"{_gib(self.device_memory)} GiB of device memory, "
-            f"{_gib(self.budget)} beside the CUDA context"
+            f"{gib(self.device_memory)} GiB of device memory, "
+            f"{gib(self.budget)} beside the CUDA context"
         )
 
 
@@ -451,8 +451,12 @@ def _beside(steps: Sequence[StepMemory], limit: Limit | None) -> Group:
     return Group(hanging(unknown, 2), hanging(on_top, 2))
 
 
-def _gib(num_bytes: int) -> str:
-    """Bytes in GiB, without zeros at the end."""
+def gib(num_bytes: int) -> str:
+    """Write bytes in GiB, without zeros at the end.
+
+    Args:
+        num_bytes: The bytes.
+    """
     number = figure(num_bytes, _GIB)
     return number.rstrip("0").rstrip(".") if "." in number else number
 

@@ -16,6 +16,8 @@ from .ledger import FORWARD, WEIGHTS, rounded_up
 from .quantization import is_built, is_followed, quantize_weight, warm_tables
 from .tracker import Watch
 
+LOADING = "loading_bytes_of_files"
+"""The attribute of a model without weights that says what loading it would take."""
 LOADING_HIGHEST = "loading the model takes more than the step, and is what has to fit"
 """The note on a prediction whose model takes more while it is loaded."""
 

@@ -15,6 +15,7 @@ from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
 from .batch import MOST_TOKENS, batch_shape, complete, make_batch
 from .blocks import Blocks
+from .built import Built, is_trainer
 from .devices import Devices
 from .fakes import OPERATION, FakeModel, TooLongError
 from .ledger import KINDS
@@ -23,7 +24,7 @@ from .memory import StepMemory
 from .optimizers import OptimizerSteps, named_steps
 from .quantization import follow_cuda, unlogged
 from .search import Search
-from .subject import PEFT, Subject, with_adapters
+from .subject import PEFT, UNPREPARED, Subject, with_adapters
 from .trace import Step, Trace, trace
 from .trainer_arguments import (
     batch_of,
@@ -66,9 +67,10 @@ def predict_step(
 
     Args:
         model_or_name_or_config: A model, which is not prepared; or a name, folder,
-            ``config.json`` or config object, as for ``Plan.for_pretrained``.
-        precision: A ``Precision`` or its value, or ``"peft"`` for PEFT's own
-            ``prepare_model_for_kbit_training``.
+            ``config.json`` or config object, as for ``Plan.for_pretrained``; or a
+            trainer that was built, with its model, its arguments and its data.
+        precision: A ``Precision`` or its value, ``"peft"`` for PEFT's own
+            ``prepare_model_for_kbit_training``, or ``"unprepared"`` for none.
         batch_size: Sequences in the batch; ``None`` for those of ``inputs`` or ``args``.
         seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
         args: The arguments of a trainer: transformers' ``TrainingArguments``, or
@@ -193,8 +195,8 @@ class StepPredictor:
             raise ConfigError(
                 "gradient_as_bucket_view: only without args, whose trainer keeps gradients apart"
             )
-        self.precision = PEFT
-        if precision != PEFT:
+        self.precision = str(precision)
+        if precision not in (PEFT, UNPREPARED):
             config = PrepareConfig.of(None, {"precision": precision})
             self.precision = config.precision.value
         try:
@@ -203,6 +205,12 @@ class StepPredictor:
             )
         except ConfigError as error:
             raise ConfigError(f"autocast: {error}") from None
+        built = None
+        if is_trainer(model_or_name_or_config):
+            if args is not None:
+                raise ConfigError("args: the trainer has them: leave them out")
+            built = Built(model_or_name_or_config)
+            model_or_name_or_config, args = built.model, built.args
         if args is not None:
             trainer_class(args)
             check_alone(args, optimizer, autocast, inputs)
@@ -216,6 +224,7 @@ class StepPredictor:
             engine=engine,
         )
         self._args = args
+        self._built = built
         self._fields = fields
         self._inputs, self._notes = complete(inputs)
         self._kernels = kernels
@@ -230,6 +239,8 @@ class StepPredictor:
     ) -> StepMemory:
         """Predict the step of one batch; see ``predict_step``."""
         if self._args is not None:
+            if seq_len is None and self._built is not None:
+                seq_len = self._built.seq_len
             batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
         batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
         with _one_at_a_time():
@@ -270,7 +281,7 @@ class StepPredictor:
         if not self._on_cuda:
             return ()
         sampled = 0
-        if self.precision != PEFT:
+        if self.precision not in (PEFT, UNPREPARED):
             sampled = sampled_bytes(made.fakes.model, made.blocks)
         return unknowns(step, tokens, sampled, has_int8=made.has_int8)
 
@@ -404,7 +415,7 @@ class StepPredictor:
                     self._source, fields=self._fields, adapt=with_adapters
                 )
             else:
-                trainer = TrainerStep(self._args, self._on_cuda)
+                trainer = TrainerStep(self._args, self._on_cuda, self._built)
                 fields = checkpointing_of(self._args) | self._fields
                 rehearsal = trainer.rehearsal
                 subject = self._subject(

@@ -23,11 +23,13 @@ from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
 from .fakes import Memory, in_memory_of
 from .flash import flash_model
-from .loading import loading_bytes
+from .loading import LOADING, loading_bytes
 from .quantization import with_statistics
 
 PEFT = "peft"
 """The precision that stands for PEFT's own preparation."""
+UNPREPARED = "unprepared"
+"""The precision that stands for no preparation: the model is trained as it was loaded."""
 
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -56,7 +58,7 @@ class _CopiesWithoutValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _AsOnCpu(TorchFunctionMode):
+class as_on_cpu(TorchFunctionMode):  # noqa: N801
     """Calls the meta device a CPU, and makes on it what is asked for on a CPU.
 
     PEFT casts adapters to the dtype of the layer under them, and then to float32. On
@@ -162,7 +164,8 @@ class Subject:
 
     Args:
         source: A model, or a name, folder or config of one.
-        precision: A ``Precision``, or ``"peft"`` for PEFT's own preparation.
+        precision: A ``Precision``, ``"peft"`` for PEFT's own preparation, or
+            ``"unprepared"`` for none.
         lora: The adapters' config; ``None`` for those that the model has, or else
             QLoRA's choice of layers (Dettmers et al. 2023), here of rank 16: adapters
             on every linear layer.
@@ -188,8 +191,9 @@ class Subject:
             _refuse_untrained(base, precision, engine)
         # one that lives was loaded
         is_loaded = isinstance(source, nn.Module)
-        self.loading_bytes = None if is_loaded else loading_bytes(base)
-        has_adapters = bool(ModelTree(base).adapter_ids)
+        self.loading_bytes = _told_of(source) if is_loaded else loading_bytes(base)
+        tree = ModelTree(base)
+        has_adapters = bool(tree.adapter_ids)
         if has_adapters and lora is not None:
             raise ConfigError(
                 "lora: the model has adapters already; give a model without, or no lora"
@@ -197,8 +201,13 @@ class Subject:
         self._holder = _Holder()
         preparation = None
         if precision == PEFT:
+            own = [one for one in base.parameters() if id(one) in tree.adapter_ids]
+            kept = [(one, one.dtype, one.requires_grad) for one in own]
             base = _prepared_by_peft(base, fields)
-        else:
+            for one, stored, is_trained in kept:  # they are made after it
+                one.data = one.data.to(stored)
+                one.requires_grad = is_trained
+        elif precision != UNPREPARED:
             config = PrepareConfig.of(None, {**fields, "precision": precision})
             # What is only recorded is not read, for there are no values; a step does
             # not depend on it.
@@ -208,7 +217,7 @@ class Subject:
             preparation = Preparation(self._holder)
             preparation.apply(build_plan(base, config), tree_of(base))
         adapters = None if has_adapters else _checked(lora)
-        with with_statistics(base), torch.device("meta"), _AsOnCpu():
+        with with_statistics(base), torch.device("meta"), as_on_cpu():
             model = adapt(base, adapters)
         if preparation is not None:
             preparation.adopt(model)
@@ -221,13 +230,19 @@ class Subject:
         self.name = type(base).__name__
 
 
+def _told_of(model: nn.Module) -> int | None:
+    """What loading a model would take, if it was built without weights; ``None`` of one that was loaded."""
+    for module in model.modules():
+        if LOADING in vars(module):
+            return vars(module)[LOADING]  # type: ignore[no-any-return]
+    return None
+
+
 def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
     """Refuse a precision whose model an engine does not train; PEFT's own stores what ``full`` stores."""
-    name = (
-        "full"
-        if precision == PEFT
-        else PrepareConfig.of(None, {"precision": precision}).precision.value
-    )
+    alike = {PEFT: "full", UNPREPARED: "none"}
+    precision = alike.get(precision, precision)
+    name = PrepareConfig.of(None, {"precision": precision}).precision.value
     outcome = check_sharding(model, engine).outcomes[name]
     if not outcome.trains:
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import cuda
 from .blocks import Blocks
+from .built import Built
 from .fakes import FakeModel, tensors_in
 from .kernels import SAID, fused_heads_on_cuda
 from .ledger import INPUTS, Ledger
@@ -115,10 +116,11 @@ class TrainerStep:
     Args:
         args: The arguments.
         on_cuda: Whether the operations of a CUDA device are followed.
+        built: The trainer that was built with them, if one was.
     """
 
-    def __init__(self, args: Any, on_cuda: bool) -> None:
-        self.rehearsal = Rehearsal(args)
+    def __init__(self, args: Any, on_cuda: bool, built: Built | None = None) -> None:
+        self.rehearsal = Rehearsal(args, built)
         if on_cuda:
             check_on_cuda(args)
         self._has_fused_heads = False

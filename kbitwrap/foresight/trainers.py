@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import ConfigError
 from ..model.pretrained import classes_of, read_config
 from .batch import ordinary_token
+from .built import Built
 from .rows import Row, completion_length, rows_of, tokenizer_of
 from .trainer_arguments import quiet_copy, trainer_class
 from .untouched import OwnState
@@ -91,6 +92,7 @@ class Rehearsal:
 
     Args:
         args: The arguments that the real trainer gets; they are not changed.
+        built: The real trainer, if it was built.
 
     Attributes:
         name: The name of the trainer's class.
@@ -102,13 +104,14 @@ class Rehearsal:
         ConfigError: There is no trainer for the arguments, or its step is not predicted.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, built: Built | None = None) -> None:
         cls = trainer_class(args)
         self.name: str = cls.__name__
         rows = rows_of(self.name)
         if rows is None or not hasattr(cls, "_get_grad_norm"):
             raise ConfigError(f"args: the step of {self.name} is not predicted")
         self._class = cls
+        self._built = built
         self._rows = rows
         self._takes = inspect.signature(cls.__init__).parameters
         self.args = quiet_copy(args)
@@ -170,6 +173,8 @@ class Rehearsal:
             model.hf_device_map = {"": "cpu"}
         vocabulary_size = model.config.get_text_config().vocab_size
         options: dict[str, Any] = {}
+        if self._built is not None:
+            self._built.prepare(model)
         if lora is not None and "peft_config" in self._takes:
             options["peft_config"] = lora
         elif lora is not None:
@@ -193,13 +198,17 @@ class Rehearsal:
             accelerator.state._mixed_precision = "fp16"
         if self._uses_engine:
             trainer.use_vllm = True
+        if self._built is not None:
+            self._built.hand_over(trainer, _told)
         self.trainer = trainer
         return trainer.model  # type: ignore[no-any-return]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is assumed that the arguments do not say."""
-        return (self._rows.said,) if self._rows.said else ()
+        own = self._built.note if self._built is not None else ""
+        said = own or self._rows.said
+        return (said,) if said else ()
 
     def train(self, batch_size: int, seq_len: int, listener: Any) -> None:
         """Run one step.
@@ -215,11 +224,14 @@ class Rehearsal:
                 # weights of rewards and the like: no size depends on their values
                 vars(trainer)[name] = torch.ones(value.shape, dtype=value.dtype)
         number = self._set_batch_size(batch_size)
-        if getattr(trainer.data_collator, "max_length", None) is not None:
-            trainer.data_collator.max_length = seq_len  # longer ones are cut
-        row: Row = self._rows.make(self.args, self._token, seq_len)
-        trainer.train_dataset = [row] * number
-        if "prompt" in row:
+        rows = self._own_rows(number, seq_len)
+        if not rows:
+            if getattr(trainer.data_collator, "max_length", None) is not None:
+                trainer.data_collator.max_length = seq_len  # longer ones are cut
+            row: Row = self._rows.make(self.args, self._token, seq_len)
+            rows = [row] * number
+        trainer.train_dataset = rows
+        if self._rows.first.keys() == {"prompt"}:
             trainer.completion = [self._token] * completion_length(self.args, seq_len)
             trainer._buffered_inputs = None  # completions are made in each step
         trainer.listener = listener
@@ -227,6 +239,12 @@ class Rehearsal:
             trainer.train()
         finally:
             trainer.listener = None
+
+    def _own_rows(self, number: int, seq_len: int) -> list[Any]:
+        """The rows of the trainer that was built, where they have so many tokens; else none."""
+        if self._built is None or self._built.seq_len != seq_len:
+            return []
+        return self._built.rows(number)
 
     def _set_batch_size(self, batch_size: int) -> int:
         """Set the size of batches, and return the rows of a step."""

@@ -1,0 +1,123 @@
+"""A trainer that was built already: what it says of its step, and what of it goes over to one without values."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+
+MOST_ROWS = 10_000
+"""Rows of a data set among which the longest are looked for."""
+_REFERENCE = "ref"  # TRL's name of the adapter that it copies for a reference
+
+
+def is_trainer(source: Any) -> bool:
+    """Whether something is a trainer of transformers, or one derived from it."""
+    module: Any = sys.modules.get("transformers.trainer")
+    return module is not None and isinstance(source, module.Trainer)
+
+
+class Built:
+    """A trainer that was built, and the longest rows of its data.
+
+    Args:
+        trainer: The trainer; nothing of it is changed.
+
+    Attributes:
+        args: Its arguments.
+        model: Its model.
+        seq_len: Tokens in the longest sequence of its data; ``None`` where the rows do
+            not tell it.
+
+    Raises:
+        ConfigError: It holds another model, or an optimizer that its arguments do not
+            name.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.args = trainer.args
+        self.model: nn.Module = trainer.model
+        for name, value in vars(trainer).items():
+            values = value if isinstance(value, (list, tuple)) else [value]
+            others = [one for one in values if isinstance(one, nn.Module)]
+            if name not in ("model", "model_wrapped", "model_reward_funcs") and others:
+                raise ConfigError(
+                    f"args: the trainer holds another model, {name}, and its step is not predicted"
+                )
+        if trainer.optimizer is not None:
+            raise ConfigError(
+                "optimizer: one that was made before the trainer is not predicted: name it in args.optim"
+            )
+        rows = self._read() if trainer.train_dataset is not None else []
+        rows.sort(key=_num_tokens, reverse=True)
+        self._rows = rows
+        self.seq_len: int | None = None
+        if rows:
+            longest = _num_tokens(rows[0])
+            most = getattr(trainer.data_collator, "max_length", None)
+            self.seq_len = min(longest, most or longest)
+
+    def _read(self) -> list[Any]:
+        """The rows that tell their length; none where one does not."""
+        rows = list(itertools.islice(self._trainer.train_dataset, MOST_ROWS))
+        return rows if all(map(_num_tokens, rows)) else []
+
+    @property
+    def note(self) -> str:
+        """What is said of the rows of the step."""
+        if not self._rows:
+            return ""
+        return (
+            f"the rows of the batch are the longest of the first {len(self._rows):,} that the "
+            "trainer has"
+        )
+
+    def rows(self, number: int) -> list[Any]:
+        """The longest rows.
+
+        Args:
+            number: How many; they begin again where there are fewer.
+        """
+        return list(itertools.islice(itertools.cycle(self._rows), number))
+
+    def prepare(self, model: Any) -> None:
+        """Take from a copy of the model what a trainer would add again."""
+        if _REFERENCE in getattr(model, "peft_config", ()):
+            model.delete_adapter(_REFERENCE)
+
+    def hand_over(self, trainer: Any, told: Any) -> None:
+        """Give another trainer what this one has beyond the arguments.
+
+        Args:
+            trainer: The other one.
+            told: Derives a class that tells of its steps.
+        """
+        own = self._trainer
+        adapters = getattr(self.model, "peft_config", ())
+        added = {*getattr(trainer.model, "peft_config", ())} - {*adapters}
+        if _REFERENCE in added:
+            trainer.model.delete_adapter(_REFERENCE)
+        if not issubclass(type(trainer), type(own)):
+            trainer.__class__ = told(type(own))
+        for name in ("data_collator", "processing_class", "compute_loss_func"):
+            setattr(trainer, name, getattr(own, name))
+        for name, value in vars(own).items():
+            if name not in vars(trainer):
+                setattr(trainer, name, value)
+
+
+def _num_tokens(row: Any) -> int:
+    """The tokens of a row, as trainers tokenize them; 0 where it does not tell."""
+    if not isinstance(row, dict):
+        return 0
+    ids = row.get("input_ids")
+    if ids is not None:
+        return len(ids)
+    answers = [len(row[name]) for name in ("chosen_ids", "rejected_ids") if name in row]
+    prompt = len(row.get("prompt_ids", ()))
+    return prompt + max(answers) if answers else 0

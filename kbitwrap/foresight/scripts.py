@@ -1,0 +1,310 @@
+"""A script's training: run up to where it would begin, on models without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..model.pretrained import meta_model, read_config
+from .flash import flash_model
+from .loading import LOADING, loading_bytes
+from .quantization import with_statistics
+from .subject import as_on_cpu
+
+_MISSING = object()
+_PREPARED = "kbitwrap_prepared_with"
+Act = Callable[[Any, dict[str, Any]], NoReturn]
+
+
+@contextlib.contextmanager
+def instead_of_training(
+    act: Act, *, precision: str = "full", loads: bool = False
+) -> Iterator[None]:
+    """Call a function where a trainer of transformers, or one derived from it, would begin to train.
+
+    Nothing is trained, and the code that builds the trainer is not changed. Unless
+    ``loads``, ``from_pretrained`` of transformers' models reads no weights: a model has
+    the shapes and dtypes of the one that would be loaded, and lies on the meta device.
+    PEFT's ``prepare_model_for_kbit_training`` freezes, and is told.
+
+    Args:
+        act: Called with the trainer and the settings of ``predict_step`` for it; it
+            does not return.
+        precision: What PEFT's function stands for.
+        loads: Whether models are loaded as the code says.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> from kbitwrap import instead_of_training
+        >>> def told(trainer, settings):
+        ...     raise SystemExit(f"{type(trainer).__name__} would train")
+        >>> with instead_of_training(told):
+        ...     pass  # build a trainer, and call its train()
+    """
+    changes = _Changes(act, precision)
+    try:
+        hooks = {
+            "transformers.trainer": changes.stop_trainers,
+            "transformers.training_args": changes.allow_bfloat16,
+            "peft": changes.record_preparation,
+        }
+        if not loads:
+            hooks["transformers.modeling_utils"] = changes.build_models
+            hooks["peft.peft_model"] = changes.adapt_models
+        changes.replace(torch.Tensor, "backward", changes.refuse_backward)
+        with _when_imported(hooks):
+            yield
+    finally:
+        changes.undo()
+
+
+class _Changes:
+    """What is changed of the libraries."""
+
+    def __init__(self, act: Act, precision: str) -> None:
+        self._act = act
+        self._precision = precision
+        self._made: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, place: Any, name: str, value: Any) -> None:
+        """Set an attribute until the changes are undone."""
+        before = vars(place).get(name, _MISSING)
+        self._made.append((place, name, before, value))
+        setattr(place, name, value)
+
+    def undo(self) -> None:
+        """Put everything back, the last first."""
+        for place, name, before, _ in reversed(self._made):
+            if before is _MISSING:
+                delattr(place, name)
+            else:
+                setattr(place, name, before)
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Let the libraries be as they were for a while."""
+        self.undo()
+        try:
+            yield
+        finally:
+            for place, name, _, value in self._made:
+                setattr(place, name, value)
+
+    def stop_trainers(self, module: Any) -> None:
+        """Let no trainer train, publish, or move a model that has no weights."""
+        move = module.Trainer._move_model_to_device
+
+        def train(trainer: Any, *_: Any, **__: Any) -> NoReturn:
+            settings = _settings_of(trainer.model, self._precision)
+            with self.undone():
+                self._act(trainer, settings)
+
+        def move_model(trainer: Any, model: Any, device: Any) -> Any:
+            return model if _has_no_values(model) else move(trainer, model, device)
+
+        self.replace(module.Trainer, "train", train)
+        self.replace(module.Trainer, "init_hf_repo", lambda *_, **__: None)
+        self.replace(module.Trainer, "_move_model_to_device", move_model)
+
+    def allow_bfloat16(self, module: Any) -> None:
+        """Let arguments ask for bfloat16 where there is no device that has it."""
+        self.replace(module, "is_torch_bf16_gpu_available", lambda: True)
+
+    def build_models(self, module: Any) -> None:
+        """Let models be built without weights."""
+        build: Any = classmethod(_build_pretrained)  # type: ignore[arg-type]
+        self.replace(module.PreTrainedModel, "from_pretrained", build)
+
+    def adapt_models(self, module: Any) -> None:
+        """Let PEFT make adapters for models without weights as for others."""
+        init, add_adapter = module.PeftModel.__init__, module.PeftModel.add_adapter
+
+        def adapt(peft_model: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+            with _adapting(model):
+                init(peft_model, model, *args, **kwargs)
+
+        def add(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+            with _adapting(peft_model):
+                return add_adapter(peft_model, *args, **kwargs)
+
+        self.replace(module.PeftModel, "__init__", adapt)
+        self.replace(module.PeftModel, "add_adapter", add)
+
+    def record_preparation(self, module: ModuleType) -> None:
+        """Let PEFT's function freeze, and be told of what else it was to do."""
+        places = [module, "peft.utils", "peft.utils.other"]
+        for place in places:
+            found = sys.modules[place] if isinstance(place, str) else place
+            self.replace(found, "prepare_model_for_kbit_training", _record)
+
+    @staticmethod
+    def refuse_backward(*_: Any, **__: Any) -> NoReturn:
+        """Refuse a loop that no trainer runs."""
+        raise RuntimeError("nothing is trained here, and this is no trainer's train()")
+
+
+def _has_no_values(model: nn.Module) -> bool:
+    """Whether a model was built without weights."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def _adapting(model: nn.Module) -> Iterator[None]:
+    """Let PEFT add adapters to a model as it does to one that was loaded."""
+    if not _has_no_values(model):
+        yield
+        return
+    with with_statistics(model), torch.device("meta"), as_on_cpu():
+        yield
+
+
+# TRL reads the names of the parameters of PEFT's function.
+def _record(
+    model: Any,
+    use_gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
+    auto_clear_cache: bool = True,
+) -> Any:
+    """Freeze a model, and note that it was prepared."""
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    is_quantized = getattr(model, "quantization_method", None) is not None
+    vars(model)[_PREPARED] = {
+        "gradient_checkpointing": use_gradient_checkpointing and is_quantized,
+        "gradient_checkpointing_kwargs": dict(gradient_checkpointing_kwargs or {}),
+    }
+    return model
+
+
+def _settings_of(model: nn.Module, precision: str) -> dict[str, Any]:
+    """The settings of a prediction for a model: those of its preparation, if it was prepared."""
+    for module in model.modules():
+        recorded = vars(module).pop(_PREPARED, None)
+        if recorded is not None:
+            return {"precision": precision, **recorded}
+    return {"precision": "unprepared"}
+
+
+_OF_LOADING = (
+    *(
+        "device_map",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "offload_folder",
+        "output_loading_info",
+    ),
+    *(
+        "use_safetensors",
+        "ignore_mismatched_sizes",
+        "use_kernels",
+        "key_mapping",
+        "tp_plan",
+    ),
+    *(
+        "cache_dir",
+        "force_download",
+        "local_files_only",
+        "token",
+        "revision",
+        "variant",
+        "subfolder",
+    ),
+    *(
+        "weights_only",
+        "adapter_kwargs",
+        "trust_remote_code",
+        "load_in_4bit",
+        "load_in_8bit",
+        "state_dict",
+    ),
+    *(
+        "adapter_name",
+        "commit_hash",
+        "_commit_hash",
+        "_from_auto",
+        "from_auto_class",
+        "max_shard_size",
+    ),
+)
+
+
+def _build_pretrained(
+    cls: Any,
+    name: Any,
+    *_: Any,
+    config: Any = None,
+    quantization_config: Any = None,
+    dtype: Any = None,
+    torch_dtype: Any = None,
+    attn_implementation: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Build the model that ``from_pretrained`` would load, without weights."""
+    config = read_config(name if config is None else config)
+    for key, value in kwargs.items():
+        if key not in _OF_LOADING:
+            setattr(config, key, value)
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
+    config.architectures = [cls.__name__]
+    chosen = dtype if dtype is not None else torch_dtype
+    model: Any = flash_model(config, quantization_config, chosen)
+    if model is None:
+        model = meta_model(config, quantization_config, chosen)
+    model.name_or_path = model.config.name_or_path = str(name)
+    setattr(model, LOADING, loading_bytes(model))
+    for parameter in model.parameters():
+        parameter.requires_grad = parameter.is_floating_point()
+    if kwargs.get("output_loading_info"):
+        return model, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+    return model
+
+
+@contextlib.contextmanager
+def _when_imported(hooks: Mapping[str, Callable[[Any], None]]) -> Iterator[None]:
+    """Call a function with a module once that is there: a script may set what libraries read at their import."""
+    missing = {name: hook for name, hook in hooks.items() if name not in sys.modules}
+    finder = _Finder(missing)
+    sys.meta_path.insert(0, finder)
+    try:
+        for name in hooks.keys() - missing.keys():
+            hooks[name](sys.modules[name])
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder:
+    """Finds modules as the other finders do, and calls functions with them as soon as they have been executed."""
+
+    def __init__(self, hooks: dict[str, Callable[[Any], None]]) -> None:
+        self._hooks = hooks
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> Any:
+        """Find a module that is waited for; ``None`` for every other."""
+        hook = self._hooks.pop(name, None)
+        if hook is None:
+            return None
+        spec: Any = importlib.util.find_spec(name)
+        if spec is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del spec.loader.exec_module
+            execute(module)
+            hook(module)
+
+        spec.loader.exec_module = exec_module
+        return spec

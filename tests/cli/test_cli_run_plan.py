@@ -1,0 +1,142 @@
+"""`kbitwrap run --plan`: a script that nobody edited says what its step takes, and trains nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from kbitwrap import predict_step
+from kbitwrap.cli import main
+from support import zoo
+from support.foreseen import DEPRECATED
+
+pytestmark = pytest.mark.filterwarnings(DEPRECATED)
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """\
+import sys
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+if __name__ == "__main__":
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=nf4, dtype="bfloat16", device_map="auto")
+    # before
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model.print_trainable_parameters()
+    args = TrainingArguments("out", per_device_train_batch_size=2, max_steps=2, bf16=True, report_to="none", **MORE)
+    rows = [{"input_ids": [9] * 8, "labels": [9] * 8}] * 8
+    trainer = Trainer(model=model, args=args, train_dataset=rows)
+    try:
+        trainer.train()
+    except Exception:
+        print("went on")
+    trainer.save_model("trained")
+"""
+
+
+def written(folder: Path, *, before: str = "", more: str = "{'use_cpu': True}", text: str = SCRIPT) -> str:
+    script = folder / "train.py"
+    text = text.replace("MODEL", repr(str(zoo.checkpoint("llama"))))
+    script.write_text(text.replace("# before", before).replace("MORE", more))
+    return str(script)
+
+
+def test_a_script_is_planned_and_nothing_is_trained_or_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = written(tmp_path)
+    assert main(["run", "--plan", "--budget", "1GiB", script]) == 0
+    out = capsys.readouterr().out
+    assert "trainable params: " in out
+    verdict = next(line for line in out.splitlines() if "GiB" in line)
+    assert verdict == "1 GiB: fits, a step of Trainer takes 0.001 GiB."
+    assert "precision 'unprepared', batch 2, 8 tokens, on cpu" in out
+    assert "went on" not in out
+    assert not (tmp_path / "trained").exists()
+    assert main(["run", "--plan", "--budget", "1KiB", script]) == 1
+    assert "\n0.001 GiB: does not fit, a step of Trainer takes 0.001 GiB.\n" in capsys.readouterr().out
+    assert transformers.Trainer.train.__qualname__ == "Trainer.train"
+
+
+def test_the_step_is_the_one_of_the_models_preparation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = written(tmp_path, before="model = prepare_model_for_kbit_training(model)", more="{}")
+    assert main(["run", "--plan", "--precision", "norms", script]) == 0
+    out = capsys.readouterr().out
+    assert "precision 'norms', batch 2, 8 tokens, on cuda" in out
+    assert "loading, before the step: " in out
+
+
+def test_what_is_loaded_gives_the_same_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for options in ([], ["--load"]):
+        assert main(["run", "--plan", *options, written(tmp_path)]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+
+
+LOOP = """\
+import torch
+
+torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('done')", "the script ended before a trainer's train()"),
+        ("import sys; sys.exit(3)", "the script ended with status 3 before a trainer's train()"),
+        ("raise ValueError('bad')", "the script raised before a trainer's train()"),
+        (LOOP, "the script raised before a trainer's train()"),
+        (SCRIPT.replace("# before", "model.generate(torch.ones(1, 2).long())"), "built without weights, which --load"),
+        (SCRIPT.replace("max_steps=2", "max_steps=2, torch_compile=True"), "args.torch_compile: what a compiled model"),
+    ],
+    ids=["ends", "exits", "raises", "loop", "generates", "compiled"],
+)
+def test_a_script_whose_step_cannot_be_told_is_answered_in_one_line(
+    text: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--plan", written(tmp_path, text=text)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("kbitwrap: error: ")
+    assert said in last
+
+
+def test_a_limit_is_for_a_plan_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--budget", "1GiB", written(tmp_path)]) == 2
+    assert "--budget is for --plan" in capsys.readouterr().err
+
+
+def test_libraries_are_changed_when_the_script_imports_them(tmp_path: Path) -> None:
+    script = written(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-m", "kbitwrap", "run", "--plan", script]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "\na step of Trainer takes 0.001 GiB.\n" in result.stdout
+
+
+def test_a_trainer_has_its_arguments_already(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = transformers.Trainer(zoo.load("llama", None), args)
+    with pytest.raises(ValueError, match=r"^args: the trainer has them: leave them out$"):
+        predict_step(trainer, args=args, seq_len=8)
