@@ -1,7 +1,6 @@
 """Computes the tables of docs/memory.md and docs/step.md when the documentation is built, from published shapes.
 
 A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name.
-`python docs/figures memory_tables` draws docs/pictures/step.svg, the picture of the first page.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -23,9 +21,6 @@ from transformers import (
 )
 
 from kbitwrap import Plan, Precision, StepMemory, predict_step
-from kbitwrap.cli.plot import draw_steps
-
-PICTURE = Path(__file__).parents[1] / "pictures" / "step.svg"
 
 _LLAMA_SHAPED = {
     "hidden_size": 4096,
@@ -154,11 +149,3 @@ def _mib(num_bytes: int) -> str:
 def _markdown(rows: list[list[str]]) -> str:
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
-
-
-def main() -> None:
-    """Draw the picture of the first page."""
-    name = "Mistral-7B-v0.3"
-    steps = {precision: step(name, precision) for precision in ("peft", "compute", "norms")}
-    title = f"{name} in nf4: a training step of 2,048 tokens, predicted"
-    draw_steps(steps, PICTURE, title, budget=8 * 2**30)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..export.adapters import parameter_name
+from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of, first_sentence, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
@@ -49,6 +50,24 @@ class SavedAdapter:
     def name(self) -> str:
         """How a message names it."""
         return f"the adapter in {os.fspath(self.folder)!r}"
+
+    @property
+    def config_of_model(self) -> dict[str, Any]:
+        """The config of the quantized model that was trained.
+
+        Some trainers, such as axolotl, save it beside the adapter. Empty where there is
+        none, or it does not say how the model was quantized.
+        """
+        path = self.folder / "config.json"
+        if not path.is_file():
+            return {}
+
+        config = read_json(path)
+        quantization = config.get("quantization_config")
+        is_known = isinstance(quantization, dict) and not is_of_another_library(
+            quantization
+        )
+        return config if is_known else {}
 
     @property
     def held(self) -> set[str]:

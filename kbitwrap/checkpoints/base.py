@@ -102,11 +102,15 @@ def load_base(
     weights are read. Who lets them be, reads them, and calls ``finish_check`` then.
     """
     config = read_config(source, trust_remote_code)
-    settings = _quantization(source, config, quantization_config, manifest)
+    settings = _quantization(source, config, quantization_config, manifest, saved)
     shapes = {} if saved is None else _shapes_in(saved)
     if manifest is not None:
         shapes.update(recorded_shapes(manifest))
         dtype = dtype or manifest.model.dtype
+    elif saved is not None:
+        config_of_model = saved.config_of_model
+        recorded = config_of_model.get("dtype", config_of_model.get("torch_dtype"))
+        dtype = dtype or find_dtype(recorded)
 
     class_name = _class_name(config, saved, manifest)
     if class_name is not None:
@@ -197,8 +201,28 @@ def own_quantization(source: StrPath, trust_remote_code: bool = False) -> Any:
     return getattr(config, "quantization_config", None)
 
 
+def is_told(
+    source: StrPath,
+    saved: SavedAdapter | None,
+    manifest: Manifest | None,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Whether the run's files or the base's say how the base was quantized in training."""
+    if manifest is not None and QUANTIZATION not in manifest.unknown:
+        return True
+
+    if saved is not None and saved.config_of_model:
+        return True
+
+    return own_quantization(source, trust_remote_code) is not None
+
+
 def _quantization(
-    source: StrPath, config: Any, given: Any, manifest: Manifest | None
+    source: StrPath,
+    config: Any,
+    given: Any,
+    manifest: Manifest | None,
+    saved: SavedAdapter | None,
 ) -> dict[str, Any] | None:
     """The quantization config to load a base with.
 
@@ -215,35 +239,42 @@ def _quantization(
 
     own = getattr(config, "quantization_config", None)
     if own is not None:  # loading takes this one, whatever else is given
-        _refuse_other_quantization(source, own, given)
+        _refuse_other_quantization(f"the base {os.fspath(source)!r}", own, given)
         return None
 
-    if given is not None:
-        return given or None
+    if manifest is not None and QUANTIZATION not in manifest.unknown:
+        return recorded_quantization(manifest) if given is None else given or None
 
-    if manifest is None or QUANTIZATION in manifest.unknown:
+    if saved is not None and saved.config_of_model:
+        beside: dict[str, Any] = saved.config_of_model["quantization_config"]
+        _refuse_other_quantization(
+            f"the config.json beside {saved.name}", beside, given
+        )
+        return beside
+
+    if given is None:
         raise ConfigError(
             f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
             "give the manifest (manifest), or the quantization (quantization_config; False for none)"
         )
 
-    return recorded_quantization(manifest)
+    return given or None
 
 
 def _refuse_other_quantization(
-    base: StrPath, own: Mapping[str, Any], given: Any
+    holder: str, recorded: Mapping[str, Any], given: Any
 ) -> None:
-    """Raise where a base was saved quantized, and otherwise than given."""
+    """Raise where a base was quantized otherwise than given."""
     differing = [
-        f"{name}: {own[name]!r}, given: {value!r}"
+        f"{name}: {recorded[name]!r}, given: {value!r}"
         for name, value in (given or {}).items()
         if value is not None
-        and value != own.get(name, value)
+        and value != recorded.get(name, value)
         and find_dtype(value) is None
     ]
     if given is False or differing:
         raise ConfigError(
-            f"the base {os.fspath(base)!r} has a quantization of its own, and it is not the one given "
+            f"{holder} has a quantization of its own, and it is not the one given "
             f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
             "that was trained on"
         )

@@ -5,6 +5,7 @@ Or whether a checkpoint is the base that adapters go on, dequantized.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .adapters import read_adapter
-from .base import QUANTIZATION, load_adapted, own_quantization
+from .base import QUANTIZATION, is_told, load_adapted
 from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
 from .measure import MergeMeasure, Told, measure_merge
@@ -54,9 +55,10 @@ def measure(
     manifest = saved_manifest(Path(given.adapter))
     quantization = given.quantization_config
     remedy = _REMEDY
-    if not _is_told(given, manifest):
+    is_known = _is_told(given, manifest)
+    if not is_known:
         quantization = _quantization_of(subject)  # it was merged in that
-    if not _is_told(given, manifest) and quantization is None:
+    if not is_known and quantization is None:
         quantization = False
         remedy = f"{_GIVE}; if that is none: {_REMEDY}"
         why = f"nothing records it, so the base was taken as it is; {_GIVE}"
@@ -144,9 +146,11 @@ def _is_told(given: Given, manifest: Manifest | None) -> bool:
     """Whether anything says how the base was quantized in training."""
     if given.quantization_config is not None:
         return True
-    if manifest is not None and QUANTIZATION not in manifest.unknown:
-        return True
-    return own_quantization(given.base) is not None
+    saved = None
+    if given.adapter is not None:
+        with contextlib.suppress(ConfigError):  # measuring says what is wrong with it
+            saved = read_adapter(Path(given.adapter))
+    return is_told(given.base, saved, manifest)
 
 
 def _quantization_of(subject: Subject) -> Any:

@@ -110,8 +110,9 @@ def merge_checkpoint(
             quantized, and the base is compared with its digests. ``None`` for
             ``kbitwrap.json`` in the adapter's folder, if there is one.
         quantization_config: How the base was quantized in training, as for
-            ``from_pretrained``; ``None`` for what the base's own config, or the
-            manifest, says; ``False`` for a base that was not quantized.
+            ``from_pretrained``; ``None`` for what the base's own config, the manifest, or
+            the ``config.json`` beside the adapter says; ``False`` for a base that was not
+            quantized.
         dtype: The dtype of what is not quantized; ``None`` for the manifest's, or else
             the config's.
         max_shard_size: The maximum size of a file in bytes, or a string such as
@@ -194,7 +195,8 @@ def merge_checkpoint(
         if check:
             _refuse_wrong(writer.folder, adapted, saved, base)
         own = own_quantization(base, trust_remote_code)
-        how = _how(trained.model, _said(record, own), form)
+        is_of_run = own is not None or _is_beside(saved)
+        how = _how(trained.model, _said(record, is_of_run), form)
         card = _card(base, saved, form, how, merged, device)
         _write_beside(writer.folder, base, saved, card)
 
@@ -271,9 +273,17 @@ def _copy(names: tuple[str, ...], source: str, dst: Path) -> None:
             shutil.copyfile(found, dst / name)
 
 
-def _said(manifest: Manifest | None, own: Any) -> str:
-    """The words for who says how the base was quantized: the run's manifest, or the base's own config."""
-    if own is not None or (manifest is not None and not manifest.unknown):
+def _is_beside(saved: SavedAdapter | None) -> bool:
+    """Whether the config of the model that was trained lies beside the adapter."""
+    return saved is not None and bool(saved.config_of_model)
+
+
+def _said(manifest: Manifest | None, is_of_run: bool) -> str:
+    """The words for who says how the base was quantized.
+
+    That is a manifest, or else a config: the base's own, or the one beside the adapter.
+    """
+    if is_of_run or (manifest is not None and not manifest.unknown):
         return "as in training"
 
     if manifest is not None and QUANTIZATION not in manifest.unknown:

@@ -19,9 +19,9 @@ from .adapters import read_adapter
 from .base import (
     QUANTIZATION,
     adapted_base,
+    is_told,
     load_base,
     named_base,
-    own_quantization,
 )
 
 _UNKNOWN = (
@@ -55,8 +55,8 @@ def stamp_adapter(
         base: The folder of the base, or its name on the hub; ``None`` for the one that
             the adapter's config names.
         quantization_config: How the base was quantized in training, as for
-            ``merge_checkpoint``; ``None`` for what the base's own config says, and not
-            known where that says nothing.
+            ``merge_checkpoint``; ``None`` for what the base's own config says, or the one
+            beside the adapter, and not known where these say nothing.
         dtype: The dtype of what is not quantized; ``None`` for the config's.
         device: The device that was trained on: a GPU and a CPU may quantize a last bit
             differently; ``None`` for the accelerator if there is one, else the CPU.
@@ -90,8 +90,8 @@ def stamp_adapter(
         device = accelerator_type() or "cpu"
 
     unknown = list(_UNKNOWN)
-    is_quantized = own_quantization(base, trust_remote_code) is not None
-    if quantization_config is None and not is_quantized:
+    is_known = is_told(base, saved, None, trust_remote_code)
+    if quantization_config is None and not is_known:
         unknown.append(QUANTIZATION)
         quantization_config = False
 

@@ -38,8 +38,9 @@ ADAPTER is merged into its exactly dequantized weights, and the half-precision m
 tensor at a time. With --as mixed the layers that the adapter does not touch stay quantized; with --as quantized all do,
 and what the adapter adds is rounded at random, without bias. With --no-adapter the dequantized BASE alone is written.
 
-The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared with it. A
-GPU and a CPU may quantize a last bit differently: merge on the type of device that was trained on.
+The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared with it.
+Without one, the config.json says it that axolotl and others save in ADAPTER. A GPU and a CPU may quantize a last bit
+differently: merge on the type of device that was trained on.
 
 Exit status: 0 written, 1 BASE is not the one that the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""
@@ -242,9 +243,13 @@ def _say_unknown(adapter: Path, manifest: Path | None) -> None:
 
 
 def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:
-    """Whether neither a manifest nor the config of the base says how it was quantized."""
+    """Whether neither a manifest nor a config says how the base was quantized."""
     if manifest is not None or (adapter / "kbitwrap.json").is_file():
         return False
     from transformers import PretrainedConfig
 
-    return "quantization_config" not in PretrainedConfig.get_config_dict(base)[0]
+    configs = [base]
+    if (adapter / "config.json").is_file():
+        configs.append(os.fspath(adapter))
+    read = PretrainedConfig.get_config_dict
+    return all("quantization_config" not in read(one)[0] for one in configs)
