@@ -35,7 +35,7 @@ NEEDS = {
     "Needs minutes": 8,
     "Needs hours": 1,
     "Needs several processes": 2,
-    "Needs TRL": 6,
+    "Needs TRL": 5,
 }
 NOT_CODE = {"bibtex", "json", "text"}
 

@@ -344,11 +344,11 @@ class Run:
         if name == FLOAT64:
             self.model: PeftModel = exact
         else:
-            self.model = _adapt(self._prepared(name, base), settings)
+            self.model = self._prepared(name, base)
         self.is_autocast = settings.autocast and name != FLOAT64
-        self._draw_adapters(_adapter_dtype(name))
+        self._draw_adapters()
 
-    def _draw_adapters(self, dtype: torch.dtype) -> None:
+    def _draw_adapters(self) -> None:
         """Give the adapters PEFT's initial values, drawn in float32 on the host: the same in each case."""
         generator = torch.Generator().manual_seed(self.seed)
         for fqn, parameter in _trainable(self.model).items():
@@ -360,20 +360,27 @@ class Run:
                     bound,
                     generator=generator,
                 )
-            parameter.data = values.to(parameter.device, dtype)
+            parameter.data.copy_(values)
 
-    def _prepared(self, name: str, checkpoint: Path) -> Any:
+    def _prepared(self, name: str, checkpoint: Path) -> PeftModel:
+        """The base prepared, with adapters."""
         base: Any = _load(checkpoint, self.settings)
         checkpointing = {"use_reentrant": False}
         if name == PEFT:
-            return prepare_model_for_kbit_training(
+            prepared = prepare_model_for_kbit_training(
                 base, gradient_checkpointing_kwargs=checkpointing
             )
-        precision = name.removesuffix(_IN_FLOAT32)
+            return _adapt(prepared, self.settings)
+        dtype = str(_adapter_dtype(name)).removeprefix("torch.")
         wrapper = KbitPreparedModel(
-            base, precision=precision, gradient_checkpointing_kwargs=checkpointing
-        )
-        return wrapper.prepare().model
+            base,
+            precision=name.removesuffix(_IN_FLOAT32),
+            adapter_dtype=dtype,
+            gradient_checkpointing_kwargs=checkpointing,
+        ).prepare()
+        model = _adapt(base, self.settings)
+        wrapper.adopt(model)
+        return model
 
     def train(self, text: Text) -> Figures:
         """Train it.

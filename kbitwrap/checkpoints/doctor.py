@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import StrPath
 from ..preparation.process import plain_mode
-from . import doctor_base, doctor_merge, doctor_run
+from . import doctor_base, doctor_merge, doctor_run, doctor_updates
 from .doctor_report import Checks, DoctorReport, Examination, Finding
 from .doctor_subjects import Given, Subject, read_run, walk_live
 from .measure import Told
@@ -23,6 +23,7 @@ _OF_A_FOLDER: Checks = {
     "newest checkpoint": doctor_run.newest_checkpoint,
     "files": doctor_run.files,
     "optimizer": doctor_run.optimizer,
+    "lost updates": doctor_updates.lost_updates,
     "trainer state": doctor_run.trainer_state,
     "tokenizer": doctor_run.tokenizer,
     "lora_B": doctor_run.lora_b,

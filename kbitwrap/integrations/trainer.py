@@ -27,9 +27,14 @@ from kbitwrap import (
     ManifestDiff,
     ManifestError,
     ManifestMismatchError,
+    PrepareConfig,
     StateError,
+    UnsupportedModelError,
+    build_plan,
     prepared_of,
 )
+
+from .lost_updates import LostUpdates
 
 _Model = Any  # a module, or ``None``
 
@@ -43,10 +48,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     compared with it: a callback is given the state, and not the folder. The base is
     digested once, when training begins.
 
-    The model that is trained is adopted when the ``Trainer`` is made: under
-    ``"adapted"`` the norms of adapted blocks compute in float32 from then on, and
-    ``restore`` removes what accelerate sets on the ``PeftModel``. A callback that is
-    added to a ``Trainer`` later is too late for that: ``adopt`` the model before.
+    The model that is trained is adopted when the ``Trainer`` is made: its adapters are
+    in ``adapter_dtype``, and under ``"adapted"`` the norms of adapted blocks compute in
+    float32, from then on; ``restore`` removes what accelerate sets on the
+    ``PeftModel``. A callback that is added to a ``Trainer`` later is too late for that:
+    ``adopt`` the model before.
 
     With ``suspend_evaluation``, evaluations during training run on the base in its
     original state, as it will be after ``restore``; training continues bit for bit as
@@ -64,10 +70,15 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             model.
         manifest_name: The name of the manifest's file in a checkpoint folder.
         suspend_evaluation: Whether to evaluate in the original state.
+        count_lost_updates: Whether to log, as ``"lost_updates"``, which share of the
+            updates since the last log left the value as it was (`LostUpdates`). The log
+            history and the callbacks after this one get it; trackers of ``report_to``
+            are before it, and do not.
 
     Raises:
         StateError: When training begins: the model is not prepared, not prepared by
-            ``prepared``, or suspended. When the model is evaluated: it should be
+            ``prepared``, or suspended; or an adapter is not in ``adapter_dtype``,
+            because it was made or loaded after the model was adopted. When the model is evaluated: it should be
             suspended and is not, or cannot be, because several processes train and a
             trained parameter would change its dtype. After a step: an evaluation was
             called off.
@@ -89,10 +100,13 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         *,
         manifest_name: str = "kbitwrap.json",
         suspend_evaluation: bool = False,
+        count_lost_updates: bool = False,
     ) -> None:
         self.prepared = prepared
         self.manifest_name = manifest_name
         self.suspend_evaluation = suspend_evaluation
+        self.count_lost_updates = count_lost_updates
+        self._lost_updates = LostUpdates()
         self._manifest: Manifest | None = None
         self._resume: Callable[[], bool] | None = None
 
@@ -102,6 +116,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         args = {
             "manifest_name": self.manifest_name,
             "suspend_evaluation": self.suspend_evaluation,
+            "count_lost_updates": self.count_lost_updates,
         }
         return {"args": args, "attributes": {}, "preparation": essence}
 
@@ -149,6 +164,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.PREPARED,),
             )
         self._resume = None
+        _refuse_other_dtypes(prepared, model)
         # on all ranks, which read a sharded model together
         self._manifest = _manifest_of(prepared)
         if expected is not None and self._manifest.diff_essence(expected):
@@ -185,6 +201,46 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         )
 
     on_step_begin = on_train_end = _expect_evaluated
+
+    def on_pre_optimizer_step(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the values that the step will update, where lost updates are counted."""
+        if self.count_lost_updates:
+            self._lost_updates.before_step(optimizer)
+
+    def on_optimizer_step(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Count the updates that the step lost."""
+        if self.count_lost_updates:
+            self._lost_updates.after_step(optimizer)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the share of lost updates to what is logged."""
+        share = self._lost_updates.take()
+        if share is None:
+            return
+        state.log_history[-1]["lost_updates"] = share
+        if logs is not None:
+            logs["lost_updates"] = share
 
     def on_step_end(
         self,
@@ -367,7 +423,8 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
 
     Checkpointing is as the trainer's arguments say, unless ``fields`` says otherwise.
     During the block the trainer has a `KbitTrainerCallback`, added here if it was given
-    none.
+    none. With ``adapter_dtype`` the adapters are in that dtype when ``train()`` makes
+    the optimizer, whatever dtype the trainer made or loaded them in.
 
     Args:
         trainer: The trainer; TRL's and others derived from transformers' as well.
@@ -406,7 +463,60 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
             callback = KbitTrainerCallback()
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
-        yield stack.enter_context(prepared)
+        stack.enter_context(prepared)
+        if prepared.config.adapter_dtype is not None:
+            stack.enter_context(_adopting_before_the_optimizer(trainer, prepared))
+        yield prepared
+
+
+@contextlib.contextmanager
+def _adopting_before_the_optimizer(
+    trainer: Trainer, prepared: KbitPreparedModel
+) -> Iterator[None]:
+    """Adopt the trainer's model whenever it makes an optimizer: PEFT loads adapters in float32 to resume."""
+    methods = vars(trainer)
+    own = methods.get("create_optimizer")
+    create: Any = trainer.create_optimizer
+
+    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+        if _has_adapters(trainer.model):
+            prepared.adopt(cast("nn.Module", trainer.model))
+        return create(*args, **kwargs)
+
+    methods["create_optimizer"] = create_optimizer
+    try:
+        yield
+    finally:
+        del methods["create_optimizer"]
+        if own is not None:
+            methods["create_optimizer"] = own
+
+
+def _refuse_other_dtypes(prepared: KbitPreparedModel, model: _Model) -> None:
+    """Raise where an adapter is not in the dtype that the preparation asks for."""
+    dtype = prepared.config.adapter_dtype
+    if dtype is None:
+        return
+    # A plan lists what is to be cast; that of a sharded model is refused, whose adapters
+    # stay as they are.
+    config = PrepareConfig(
+        precision="none",  # type: ignore[arg-type]
+        gradient_checkpointing=False,
+        adapter_dtype=dtype,
+    )
+    with contextlib.suppress(UnsupportedModelError):
+        plan = build_plan(model, config)
+        casts = [edit for edit in plan.edits if edit.action == "cast"]
+        if casts:
+            raise StateError(
+                f"adapter_dtype={dtype!r}, and {casts[0].describe().removeprefix('cast ')} "
+                "are in another dtype: they were made or loaded after the model was "
+                "adopted, as when training is resumed. No step was taken. Train inside "
+                f"`with prepared_trainer(trainer, adapter_dtype={dtype!r})`, or call "
+                "prepared.adopt(model) before the optimizer is made",
+                state=prepared.state,
+                expected=(LifecycleState.PREPARED,),
+            )
 
 
 _manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = (

@@ -141,6 +141,7 @@ class World:
         self.flags: dict[int, tuple[nn.Parameter, bool]] = {}  # of the base when it was prepared, which go back
         self.before: Before | None = None  # the model when it was prepared
         self.cast: dict[int, nn.Parameter] = {}  # by others while prepared: their layout and sharing may be others
+        self.held: dict[int, nn.Parameter] = {}  # of adapters: in the dtype asked for, until a restore
         self.is_trained = False
         self.is_twice = False  # whether it was prepared on top of a preparation, which may have kept the originals
         self.is_over = False  # whether the twin went on where the model could not
@@ -195,8 +196,12 @@ class World:
         twins = dict(self.tops[1].named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, parameter in self.tops[0].named_parameters(remove_duplicate=False):
-                if name in twins and is_taken(name, parameter) and twins[name].shape == parameter.shape:
-                    twins[name].data.copy_(parameter.data)
+                if name not in twins or not is_taken(name, parameter) or twins[name].shape != parameter.shape:
+                    continue
+                # What an adapter had before it was rounded stays the twin's: it goes back to that.
+                if id(parameter) in self.held and _rounded(twins[name]) == _rounded(parameter):
+                    continue
+                twins[name].data.copy_(parameter.data)
             saved = self.tops[1].state_dict()
             buffers = {name: buffer for name, buffer in self.tops[1].named_buffers() if name in saved}
             for name, buffer in self.tops[0].named_buffers():
@@ -260,6 +265,10 @@ class World:
         if self.tops[0] is not self.model:
             ignored |= {": training"}  # of what PEFT put into the base
         self._check_flags(named)
+        twins = dict(self.tops[1].named_parameters(remove_duplicate=False))
+        for name in [name for name, p in named.items() if id(p) in self.held and name in twins]:
+            model.items[f"{keys[name]}: bytes"] = _rounded(named[name])
+            twin.items[f"{keys[name]}: bytes"] = _rounded(twins[name])
         trained = [name for name, p in named.items() if id(p) in self.trained or id(p) in self.cast]
         ignored |= {"shared memory"} if self.is_trained or self.cast else set()
         for name in trained:
@@ -280,6 +289,12 @@ class World:
                     twins[name].requires_grad_(parameter.requires_grad)
         if self.state == "restored":
             self.flags = {}
+
+
+def _rounded(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What is compared of an adapter whose dtype is another than its twin's."""
+    _, shape, *_, content = tensor_digest(parameter.detach().bfloat16())
+    return "rounded", shape, "", content
 
 
 Op = Callable[[World, random.Random], None]
@@ -317,6 +332,17 @@ def _begin(world: World, precision: str, flags: dict[int, tuple[nn.Parameter, bo
     world.suspended, world.is_twice = None, False
 
 
+def _lora_dtypes(world: World) -> dict[int, torch.dtype]:
+    return {id(p): p.dtype for name, p in world.tops[0].named_parameters() if "lora_" in name}
+
+
+def _hold(world: World, before: dict[int, torch.dtype]) -> None:
+    """Note the adapters that a call cast."""
+    for name, p in world.tops[0].named_parameters():
+        if "lora_" in name and before.get(id(p), p.dtype) != p.dtype:
+            world.held[id(p)] = p
+
+
 def _end(world: World, report: Any) -> None:
     was_prepared, world.state = world.state == "prepared", "restored"
     if not isinstance(report, kbitwrap.RestoreReport):
@@ -327,6 +353,16 @@ def _end(world: World, report: Any) -> None:
     for line in world.before.unnamed(world.model, report):
         world.say(line)
     _take_what_is_named(world, report)
+    _take_what_was_kept(world, report)
+
+
+def _take_what_was_kept(world: World, report: kbitwrap.RestoreReport) -> None:
+    """Give the twin the adapters that stayed in the dtype of their training, which the report names."""
+    twins = dict(world.tops[1].named_parameters())
+    for name, parameter in world.tops[0].named_parameters():
+        if id(parameter) in world.held and name in twins and canonical_fqn(name) in report.kept_dtype:
+            twins[name].data = parameter.data.clone()
+    world.held = {}
 
 
 def _take_what_is_named(world: World, report: kbitwrap.RestoreReport) -> None:
@@ -347,7 +383,13 @@ def _take_what_is_named(world: World, report: kbitwrap.RestoreReport) -> None:
 @operation(10)
 def prepare(world: World, rng: random.Random) -> None:
     precision = rng.choice(PRECISIONS)
-    settings = {"freeze": rng.random() < 0.8, "keep_originals": rng.random() < 0.3, "audit": rng.random() < 0.2}
+    adapter_dtype = rng.choice((None, None, "float32", "bfloat16"))
+    settings = {
+        "adapter_dtype": adapter_dtype,
+        "freeze": rng.random() < 0.8,
+        "keep_originals": rng.random() < 0.3,
+        "audit": rng.random() < 0.2,
+    }
     if world.state in ("prepared", "suspended"):
         world.ours(lambda: KbitPreparedModel(world.model, precision=precision), fails=True)
         world.ours(world.wrapper.prepare, fails=True)
@@ -359,8 +401,9 @@ def prepare(world: World, rng: random.Random) -> None:
     )
     if not isinstance(wrapper, KbitPreparedModel):
         return
-    flags = _flags(world, adapters=False)
+    flags, dtypes = _flags(world, adapters=False), _lora_dtypes(world)
     if world.ours(wrapper.prepare) is wrapper:
+        _hold(world, dtypes)
         world.wrapper = wrapper
         _begin(world, str(wrapper.config.precision.value), flags)
 
@@ -541,7 +584,9 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def adopt(world: World, rng: random.Random) -> None:
     if world.wrapper is not None:
         is_refused = world.state != "prepared" or world.tops[0] is world.model
+        dtypes = _lora_dtypes(world)
         world.ours(lambda: world.wrapper.adopt(world.tops[0]), fails=is_refused)
+        _hold(world, dtypes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -738,6 +783,8 @@ def _note_cast(world: World, module: nn.Module) -> None:
         is_ours = id(p) in world.flags  # the drop-in prepares adapters too, and takes it back: flags, and half dtypes
         if not is_ours:
             twin.requires_grad_(p.requires_grad)
+        if id(p) in world.held:  # goes back, or is named
+            continue
         is_lora = "lora_" in name and not (is_ours and twin.dtype in (torch.float16, torch.bfloat16))
         # A copy of a base module that was made meanwhile gets the base's dtype again.
         is_old_copy = not is_ours and id(p) in world.before.parameters
@@ -863,7 +910,9 @@ def add_adapter(world: World, rng: random.Random) -> None:
             if path.endswith((f".modules_to_save.{name}.weight", f".modules_to_save.{name}.bias")) and path in named:
                 named[path].requires_grad_(p.requires_grad)
     if rng.random() < 0.5 and world.state == "prepared" and world.wrapper is not None:
+        dtypes = _lora_dtypes(world)
         world.ours(lambda: world.wrapper.adopt(world.tops[0]))
+        _hold(world, dtypes)
 
 
 def _after_peft(world: World) -> None:

@@ -390,6 +390,7 @@ def test_a_run_with_a_suspending_callback_resumes(tmp_path: Path) -> None:
     assert saved["stateful_callbacks"]["KbitTrainerCallback"]["args"] == {
         "manifest_name": NAME,
         "suspend_evaluation": True,
+        "count_lost_updates": False,
     }
     prepared = prepare("full")
     resumed = trainer_for(  # the checkpoint says that it is to suspend

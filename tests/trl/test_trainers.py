@@ -71,16 +71,40 @@ def test_none_trains_exactly_as_trl_alone(kind: str, source: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_adapters_made_float32_again_are_trained_in_float32(kind: str, tmp_path: Path) -> None:
+def test_one_argument_trains_adapters_in_float32_as_a_cast_by_hand_does(kind: str, tmp_path: Path) -> None:
+    by_hand = trainer_for(kind, "model", tmp_path)
+    for name, parameter in by_hand.model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    with leaving_nothing(by_hand), prepared_trainer(by_hand, precision="none"):
+        by_hand.train()
+
     trainer = trainer_for(kind, "model", tmp_path)
-    exec(runs.block(PAGE, "parameter.data.float()"), {"trainer": trainer})
-    with leaving_nothing(trainer), prepared_trainer(trainer, precision="none") as prepared:
+    adapters = {name: p for name, p in trainer.model.named_parameters() if "lora_" in name}
+    assert {parameter.dtype for parameter in adapters.values()} == {torch.bfloat16}
+    with leaving_nothing(trainer), prepared_trainer(trainer, precision="none", adapter_dtype="float32") as prepared:
         trainer.train()
         assert not prepared.verify()
-    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    assert {parameter.dtype for parameter in trained} == {torch.float32}
-    assert any(not torch.equal(parameter, parameter.bfloat16()) for parameter in trained)
-    assert len(set(trainer.losses)) == NUM_STEPS
+    assert outcome(trainer) == outcome(by_hand)
+    assert outcome(trainer) != outcome(train(kind, "model", tmp_path, "none"))
+    assert len(prepared.restore().kept_dtype) == len(adapters)
+    assert {parameter.dtype for parameter in adapters.values()} == {torch.float32}
+    assert any(not torch.equal(parameter, parameter.bfloat16()) for parameter in adapters.values())
+    # The head that a reward's trainer trains is a copy of the base's, and no adapter.
+    others = {p.dtype for n, p in trainer.model.named_parameters() if p.requires_grad and n not in adapters}
+    assert others == ({torch.bfloat16} if kind == "reward" else set())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_the_uninterrupted_one(dtype: str, tmp_path: Path) -> None:
+    def run(**kwargs: Any) -> Any:
+        trainer = trainer_for("sft", "model", tmp_path, save_strategy="steps", save_steps=1)
+        with leaving_nothing(trainer), prepared_trainer(trainer, adapter_dtype=dtype):
+            trainer.train(**kwargs)
+        return outcome(trainer)
+
+    losses, weights = run()
+    assert run(resume_from_checkpoint=str(tmp_path / "checkpoint-1")) == (losses[1:], weights)
 
 
 def forbidden(*args: Any, **kwargs: Any) -> None:
