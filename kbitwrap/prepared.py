@@ -19,6 +19,7 @@ from .errors import ConfigError, StateError
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
+from .preparation.casts import refuse_unknown_engine
 from .preparation.plan import Plan, plan_as_detected, signature, write_plan
 from .preparation.planner import Planner
 from .preparation.preparation import Preparation, changing, refuse_held
@@ -95,14 +96,14 @@ class KbitPreparedModel:
         for alarm in self.plan.alarms:
             warnings.warn(alarm, UserWarning, stacklevel=2)
 
-    def _settle_plan(self, tree: ModelTree) -> None:
+    def _settle_plan(self, tree: ModelTree, engine: str | None = None) -> None:
         """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)
-            found = signature(tree)
+            found = signature(tree), engine
             if found != self._planned_for:
-                self.plan = plan_as_detected(tree, self.config)
+                self.plan = plan_as_detected(tree, self.config, engine)
                 self._planned_for = found
 
     def __repr__(self) -> str:
@@ -134,21 +135,31 @@ class KbitPreparedModel:
             "copy.deepcopy(prepared.model), and prepare that, or save prepared.manifest()"
         )
 
-    def prepare(self) -> KbitPreparedModel:
+    def prepare(self, engine: str | None = None) -> KbitPreparedModel:
         """Apply the plan, all or nothing, and return the wrapper; from ``RESTORED`` a second time.
 
         It costs ``plan.added_bytes``: 512 MiB on a 7B under ``"full"``, half a MiB
         under ``"compute"``, else none.
 
+        Args:
+            engine: The engine that will shard the model, as `check_sharding` takes it.
+                For ``"fsdp1"`` and ``"fsdp2"``, ``"compute"`` stores in float32 what it
+                would upcast at use, as ``"full"`` does, since FSDP takes what stands in
+                front of a weight for the weight; ``plan`` is the one for the engine.
+
         Raises:
+            ConfigError: There is no such engine.
+            MemoryBudgetError: The plan for the engine is over ``memory_budget``.
             StateError: This or another wrapper holds the model, a part of it, or one of
                 its parameters.
             EditError: An edit failed; the model is as it was, and ``__cause__`` says
                 why.
         """
+        if engine is not None:
+            refuse_unknown_engine(engine)
         with changing:
             tree = tree_of(self.model)
-            self._settle_plan(tree)
+            self._settle_plan(tree, engine)
             if not self.plan.is_quantized:
                 warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
             self._apply(self.plan, tree)
@@ -198,7 +209,9 @@ class KbitPreparedModel:
         """Undo the preparation: dtypes, bits, ``requires_grad``, hooks and attributes are those from before.
 
         What others replaced or added since (a merge, adapters) is left alone and
-        reported; copies that PEFT made of upcast modules get the original dtype. Where
+        reported. What was sharded since keeps the dtype that it is stored in, float32
+        under ``"full"`` and ``"compute"``, and is reported (``kept_dtype``); ``export``
+        writes its original. Copies that PEFT made of upcast modules get the original dtype. Where
         an adapter still sits on a base that is trainable again, the first step of an
         optimizer that finds gradients on the base warns that the base is trained too.
 
@@ -215,8 +228,8 @@ class KbitPreparedModel:
             StateError: Nothing was prepared, or it is suspended.
             ConfigError: An unknown ``trained``, or ``"discard"`` without
                 ``keep_originals``.
-            UnsupportedModelError: The model was sharded since, which ``"full"`` and
-                ``"compute"`` cannot be taken back from; nothing was changed.
+            UnsupportedModelError: FSDP1 took parameters off their modules since
+                (``use_orig_params=False``); nothing was changed.
             RestoreError: Something could not be put back, or was trained under
                 ``"error"``; ``failures`` names it. Everything else is restored; call
                 ``restore`` again for the rest.
@@ -269,7 +282,8 @@ class KbitPreparedModel:
             StateError: The model is not prepared, or suspended already; or a process
                 group is initialized and a trained parameter would change its dtype,
                 which takes it out of DistributedDataParallel for good.
-            UnsupportedModelError: As of `restore`.
+            UnsupportedModelError: The model was sharded since, and is stored in another
+                dtype, as under ``"full"`` and ``"compute"``; nothing was changed.
 
         Example:
             >>> import warnings, torch

@@ -179,8 +179,10 @@ class RestoreReport(Report):
         put_back: Buffers and plain attributes of the base's modules that its forward,
             or others, made or changed, and parameters that others cast; they are as
             they were.
-        kept_dtype: Trained adapters that stayed in ``adapter_dtype``, the dtype that
-            they were trained in, which is not the one that they had before.
+        kept_dtype: Parameters that have another dtype than before: trained adapters,
+            which stayed in ``adapter_dtype``, the dtype that they were trained in, and
+            what was sharded since and is stored in float32; ``export`` writes its
+            original.
     """
 
     trained: tuple[str, ...] = ()

@@ -210,14 +210,19 @@ def shard_and_export(rank: int, join: forks.Join, program: str, folder: str) -> 
     """Run a program in one of two processes that train together."""
     os.chdir(folder)
     model = zoo.load("llama")
+    loaded: dict[str, torch.Tensor] = {}
+    engine = SimpleNamespace(load_weight=loaded.__setitem__)
+    lora_config = zoo.lora_config("llama", task_type="CAUSAL_LM")
     with join():
-        exec(program, {"model": model, "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM")})
+        exec(program, {"model": model, "lora_config": lora_config, "engine": engine})
+    assert bool(loaded) == (rank == 0)
 
 
 def test_what_needs_several_processes_runs_in_two(tmp_path: Path) -> None:
     program = pages.program(pages.DOCS / "sharding.md", "fully_shard(")
     forks.run_ranks(shard_and_export, program, str(tmp_path))
-    assert (tmp_path / "run" / "base" / "model.safetensors").exists()
+    for form in ("base", "merged"):
+        assert (tmp_path / "run" / form / "model.safetensors").exists()
 
 
 def test_the_stories_are_true(tmp_path: Path) -> None:

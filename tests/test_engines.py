@@ -18,12 +18,14 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from kbitwrap import (
+    ConfigError,
     ExportError,
     KbitPreparedModel,
     Manifest,
     ManifestError,
     StateDiff,
     UnsupportedModelError,
+    build_plan,
     check_sharding,
 )
 from kbitwrap.integrations import KbitTrainerCallback
@@ -140,60 +142,77 @@ def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(engi
     forks.run_ranks(live_on, engine, tmp_path)
 
 
-def stays_as_it_is(
+def keeps_its_dtypes(
     rank: int, engine: str, precision: str, model: nn.Module, folder: Path, expected: dict[str, bytes]
 ) -> None:
-    """The first use warns or raises, nothing that would change a dtype begins, the body's exception is the one seen."""
-    prepared = KbitPreparedModel(model, precision=precision).prepare()
+    """The first use warns, and a restore gives back all but the dtypes of what is sharded, which it names."""
+    flags_before, attributes = flags(model), {id(m): vars(m).keys() for m in model.modules()}
+    dtypes = {fqn: p.dtype for fqn, p in model.named_parameters()}
+    as_full = build_plan(model, precision="full")
+    prepared = KbitPreparedModel(model, precision=precision).prepare(engine=engine)
+    assert prepared.plan.added_bytes == as_full.added_bytes
+    assert precision == "full" or "stands in front of a weight" in str([edit.reason for edit in prepared.plan.edits])
+    cast = {fqn for fqn, p in model.named_parameters() if p.dtype != dtypes[fqn]}
     peft_model = adapt(model)
+    prepared.adopt(peft_model)
     manifest = prepared.manifest()
     live = ENGINES[engine](peft_model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if precision == "full":
-            step("llama", live)
-            step("llama", live, seed=1)
-        else:
-            with pytest.raises(UnsupportedModelError, match=r"Embedding.weight.*'norms'.*export\(\) on every"):
-                step("llama", live)
+        step("llama", live)
+        step("llama", live, seed=1)
     messages = [str(warning.message) for warning in caught if "export() on every rank" in str(warning.message)]
-    assert len(messages) == (precision == "full")
+    assert len(messages) == 1
     assert all(word in message for word in ("restore()", "suspended()", "with-block") for message in messages)
-    before = read_places(model)
     if rank == 0:
         with pytest.raises(UnsupportedModelError, match="sharded after"), prepared.suspended():
             pass
-        with (
-            pytest.raises(UnsupportedModelError, match=r"sharded after it was prepared.*export\(\) on every"),
-            prepared,
-        ):
-            pass
-        with pytest.raises(ZeroDivisionError), prepared:
-            raise ZeroDivisionError
     agree(rank)
-    assert read_places(model) == before
     assert without_time(prepared.manifest()) == without_time(manifest)
     prepared.export(folder / precision, max_shard_size=SHARD)
     assert read(folder / precision) == expected
-
-
-def read_places(model: nn.Module) -> dict[str, Any]:
-    """What restoring would change."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    attributes = {fqn: list(vars(module)) for fqn, module in modules.items()}
-    return attributes | {fqn: (p.dtype, p.requires_grad, id(p)) for fqn, p in model.named_parameters()}
+    assert not prepared.verify()
+    if rank == 0:
+        with pytest.raises(ZeroDivisionError), prepared:
+            raise ZeroDivisionError
+    else:
+        with prepared:
+            pass
+    report = prepared.restore()
+    agree(rank)
+    assert set(report.kept_dtype) == cast
+    assert (report.trained, report.replaced) == ((), ())
+    assert set(report.not_compared) == dtypes.keys()
+    assert all(flags(model)[place] == flag for place, flag in flags_before.items())
+    changed = {m: keys ^ vars(m).keys() for m in model.modules() if (keys := attributes.get(id(m))) is not None}
+    assert not any(keys & {"forward", "gradient_checkpointing", "weight"} for keys in changed.values())
+    with torch.no_grad():
+        assert live(**zoo.inputs("llama", model)).logits.isfinite().all()
 
 
 def stay_as_they_are(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
     models = [(precision, load(engine)) for precision in ("full", "compute")]
+    untold = load(engine)
     expected = saved(models[0][1], folder / f"saved-{rank}")
     with join():
         for precision, model in models:
-            stays_as_it_is(rank, engine, precision, model, folder, expected)
+            keeps_its_dtypes(rank, engine, precision, model, folder, expected)
+
+        KbitPreparedModel(untold, precision="compute").prepare()
+        live = ENGINES[engine](adapt(untold))
+        with pytest.raises(UnsupportedModelError, match=r"Embedding.weight.*prepare\(engine='fsdp2'\)"):
+            step("llama", live)
 
 
-def test_what_stores_another_dtype_is_refused_once_it_is_sharded(tmp_path: Path) -> None:
+def test_what_is_sharded_keeps_its_dtype_and_is_named_and_all_else_is_restored(tmp_path: Path) -> None:
     forks.run_ranks(stay_as_they_are, "fsdp2", tmp_path)
+
+
+def test_a_preparation_for_no_engine_is_refused() -> None:
+    prepared = KbitPreparedModel(load("fsdp2"), precision="compute")
+    with pytest.raises(ConfigError, match="engine: expected one of 'ddp'"):
+        prepared.prepare(engine="fsdp")
+    assert prepared.state == "new"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -277,7 +296,7 @@ def test_all_ranks_read_what_changed_and_the_callbacks_manifest(engine: str, tmp
 def trains(engine: str, model: nn.Module, precision: str) -> bool:
     """Whether a step comes about."""
     try:
-        prepared = KbitPreparedModel(model, precision=precision).prepare()
+        prepared = KbitPreparedModel(model, precision=precision).prepare(engine=engine)
         step("llama", ENGINES[engine](adapt(model)))
     except (UnsupportedModelError, ValueError):
         return False
@@ -384,22 +403,3 @@ def refuse_and_leave_whole(rank: int, join: forks.Join, folder: Path) -> None:
 
 def test_what_fsdp1_refuses_is_explained_and_what_it_leaves_whole_is_named(tmp_path: Path) -> None:
     forks.run_ranks(refuse_and_leave_whole, tmp_path)
-
-
-@pytest.mark.parametrize("precision", ["norms", "full"])
-def test_a_model_that_zero3_partitioned_is_refused_by_its_attributes(precision: str) -> None:
-    """DeepSpeed marks the parameters that it partitions so; `tests/zero` runs it."""
-    model = load("fsdp2")
-    before = flags(model)
-    prepared = KbitPreparedModel(model, precision=precision).prepare()
-    weight = model.lm_head.weight
-    weight.ds_id = 0
-    for call in (prepared.restore, prepared.suspend, prepared.manifest):
-        with pytest.raises(UnsupportedModelError, match=r"lm_head.weight is a ZeRO-3 partition") as caught:
-            call()
-        assert caught.value.fqn == "lm_head.weight"
-    with pytest.raises(UnsupportedModelError, match="restore before sharding"):
-        prepared.restore()
-    del weight.ds_id
-    prepared.restore()
-    assert flags(model) == before

@@ -61,8 +61,8 @@ def warn_of_sharding(module: nn.Module, args: Any) -> None:
         del hooks[next(key for key, hook in hooks.items() if hook is warn_of_sharding)]
         warnings.warn(
             f"this {type(module).__name__} was sharded after it was prepared with a precision that changes dtypes; no "
-            "dtype of a sharded parameter can be changed back, so restore(), suspended() and the end of a with-block "
-            "will raise; write its exact base with export() on every rank",
+            "dtype of a sharded parameter can be changed back: suspended() will raise, restore() and the end of a "
+            "with-block leave these dtypes; write the exact base with export() on every rank",
             UserWarning,
             stacklevel=2,
         )

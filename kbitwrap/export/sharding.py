@@ -1,4 +1,4 @@
-"""Sharded parameters (of FSDP), gathered one at a time by all ranks.
+"""Sharded parameters, gathered one at a time by all ranks.
 
 Rank 0 writes or digests them.
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,16 +24,14 @@ from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, shallow_copy
 from ..model.wrappers import (
     class_before_sharding,
-    is_d_tensor,
-    is_flattened,
     is_sharded_tensor,
-    loaded_class,
     unwrap,
     wrapped_children,
 )
 from ..preparation.original import Original
 from ..preparation.preparation import Preparation
 from ..tensors.lazy import LazyTensor
+from .shards import Shard, Shards
 
 T = TypeVar("T")
 
@@ -48,16 +44,6 @@ def drift_of(fqn: str) -> str:
         "residual), so the exact base is gone; export before that, or load the base "
         "again"
     )
-
-
-@dataclass(frozen=True)
-class _Sharded:
-    """A parameter of which this rank holds a part."""
-
-    fqn: str
-    shape: torch.Size | None  # of the whole; ``None``: it is known when it is gathered
-    parameter: Any
-    unit: nn.Module | None  # the wrapper that laid it out flat, of FSDP1
 
 
 class Gathering:
@@ -80,13 +66,10 @@ class Gathering:
         self._error = error  # what is raised on the others when one rank fails
         # the trainable ones that held other values than recorded when they were read
         self.trained: list[str] = []
-        self._tensors: list[_Sharded] = []
+        self._tensors: list[Shard] = []
+        self._shards = Shards()
         self._adapters: dict[int, int] = {}  # their places in it, by ``id``
         self._shells: dict[int, nn.Module] = {}
-        self._units: dict[int, nn.Module] = {}  # of FSDP1
-        self._outermost: list[nn.Module] = []
-        self._unit: nn.Module | None = None  # the one that is whole
-        self._whole = contextlib.ExitStack()
         self._is_led = False
 
     def promise_all(
@@ -123,7 +106,7 @@ class Gathering:
             key = id(tensor.parameter)
             if key not in found and is_sharded_tensor(tensor.parameter):
                 self._adapters[key] = len(self._tensors)
-                self._tensors.append(self._sharded(tensor))
+                self._tensors.append(self._shards.of(tensor))
 
         return found
 
@@ -142,6 +125,7 @@ class Gathering:
 
         shell = self._shells[key] = shallow_copy(module)
         shell.__class__ = class_before_sharding(module)
+        vars(shell).pop("_original_parameters", None)  # of DeepSpeed
         wrapped = wrapped_children(module)
         for name, child in module._modules.items():
             if child is not None and name not in wrapped:
@@ -175,7 +159,7 @@ class Gathering:
             )
 
         _tell(index)
-        return self._gather(one)
+        return self._shards.gather(one)
 
     def _promise(
         self,
@@ -191,7 +175,7 @@ class Gathering:
         fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(fqn, was)
         index = len(self._tensors)
-        self._tensors.append(self._sharded(tensor, was.shape))
+        self._tensors.append(self._shards.of(tensor, was.shape))
         stored = None
         if isinstance(held, StorageChange) and held.converts(parameter):
             stored = held
@@ -209,7 +193,7 @@ class Gathering:
             return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
-        shape = parameter.shape if is_d_tensor(type(parameter)) else was.shape
+        shape = self._tensors[-1].shape or was.shape
         promised = _lazy_class(was.quantized_class)(shape, dtype, compute)
         if was.quant_state is not None:
             state = was.quant_state()
@@ -218,22 +202,6 @@ class Gathering:
             vars(promised)["quant_state"] = state
 
         return promised
-
-    def _sharded(
-        self, tensor: NamedTensor, shape: torch.Size | None = None
-    ) -> _Sharded:
-        """The parts that are gathered of a parameter.
-
-        The units of FSDP1 around it are looked up once, and its shape is the one given.
-        """
-        parameter, owner = tensor.parameter, tensor.module
-        if not is_flattened(parameter):
-            return _Sharded(tensor.fqn, parameter.shape, parameter, None)
-        if id(owner) not in self._units:
-            outermost, units = _fsdp1_units(owner)
-            self._outermost.append(outermost)
-            self._units |= units
-        return _Sharded(tensor.fqn, shape, parameter, self._units[id(owner)])
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -324,7 +292,7 @@ class Gathering:
             with contextlib.suppress(*lost):
                 _tell(failure or (None, results[-1]))
             with contextlib.suppress(*lost):
-                self._open(None)
+                self._shards.close()
 
     def _follow(self) -> Any:
         """Gather what rank 0 announces, and return or raise what it did.
@@ -334,49 +302,13 @@ class Gathering:
         """
         message = _tell(None)
         while isinstance(message, int):
-            self._gather(self._tensors[message])
+            self._shards.gather(self._tensors[message])
             message = _tell(None)
-        self._open(None)
+        self._shards.close()
         error, result = message
         if error is not None:
             raise error(f"rank 0 could not {self._verb}: {result}")
         return result
-
-    def _gather(self, one: _Sharded) -> Tensor:
-        """The whole of a parameter; all ranks gather it together."""
-        if one.unit is not None:
-            self._open(one.unit)
-            if one.shape not in (None, one.parameter.shape):
-                raise ExportError(
-                    f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
-                )
-            return one.parameter.detach().clone()  # type: ignore[no-any-return]
-
-        tensor = one.parameter.detach()
-        # offloaded: gathered where the ranks communicate
-        if tensor.device.type != tensor.device_mesh.device_type:
-            tensor = tensor.to(tensor.device_mesh.device_type)
-
-        gathered: Tensor = tensor.full_tensor()
-        return gathered
-
-    def _open(self, unit: nn.Module | None) -> None:
-        """Make a unit of FSDP1 whole, and shard the one that was whole.
-
-        All ranks do so together.
-        """
-        while unit is not None and self._outermost:
-            # before it has run, FSDP1 takes what is whole first for the root
-            with _whole_unit(self._outermost.pop()):
-                pass
-
-        if unit is self._unit:
-            return
-
-        self._whole.close()
-        self._unit = unit
-        if unit is not None:
-            self._whole.enter_context(_whole_unit(unit))
 
 
 def _refuse_lost_scales(fqn: str, was: ParameterRecord) -> None:
@@ -387,42 +319,6 @@ def _refuse_lost_scales(fqn: str, was: ParameterRecord) -> None:
             f"ignored_params={{every Int8Params}}), or export before sharding",
             fqn=fqn,
         )
-
-
-def _whole_unit(unit: Any) -> Any:
-    """A context in which the parameters of an FSDP1 wrapper are whole.
-
-    Those of wrappers inside stay sharded.
-    """
-    return type(unit).summon_full_params(unit, recurse=False, writeback=False)
-
-
-def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """FSDP1's outermost wrapper around a module, and the innermost of each in it.
-
-    The innermost are by the ``id`` of the module that they are around.
-    """
-    fsdp1: Any = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    around = [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), fsdp1) and inside in {*found.modules()}
-    ]
-    if not around:
-        raise ExportError(
-            f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it "
-            "what gathers its weights"
-        )
-
-    outermost = max(around, key=lambda wrapper: len([*wrapper.modules()]))
-    units: dict[int, nn.Module] = {}
-    # A wrapper comes before those inside it, so that the innermost one around a module
-    # is the last.
-    for unit in outermost.modules():
-        if isinstance(unit, fsdp1):
-            units |= {id(module): unit for module in unit.modules()}
-
-    return outermost, units
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from ..model.pretrained import ASSUMED, meta_model
 from ..model.tree import ModelTree
 from ..model.wrappers import REPLACES
 from ..preparation.engines import check_sharding
-from ..preparation.plan import build_plan
+from ..preparation.plan import plan_for
 from ..preparation.preparation import Preparation
 from .fakes import Memory, in_memory_of
 from .flash import flash_model
@@ -215,7 +215,8 @@ class Subject:
                 config, progress=False, keep_originals=False, audit=False
             )
             preparation = Preparation(self._holder)
-            preparation.apply(build_plan(base, config), tree_of(base))
+            tree = tree_of(base)
+            preparation.apply(plan_for(tree, config, engine), tree)
         adapters = None if has_adapters else _checked(lora)
         with with_statistics(base), torch.device("meta"), as_on_cpu():
             model = adapt(base, adapters)

@@ -85,19 +85,12 @@ def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
                 fqn=node.path,
             )
 
-    _refuse_flat(tree)
+    refuse_flat(tree)
 
 
 def refuse_sharded_since(tree: ModelTree, *, changes_dtypes: bool) -> None:
-    """Raise where a model was sharded since and cannot be put back."""
-    _refuse_flat(tree)
-    for tensor in tree.tensors:
-        if "ds_id" in vars(tensor.parameter):
-            raise UnsupportedModelError(
-                f"{tensor.path} is a ZeRO-3 partition, which holds no values to put back; restore before sharding",
-                fqn=tensor.path,
-            )
-
+    """Raise where a model was sharded since and cannot be put back for a while."""
+    refuse_flat(tree)
     if not changes_dtypes:
         return
 
@@ -106,13 +99,14 @@ def refuse_sharded_since(tree: ModelTree, *, changes_dtypes: bool) -> None:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"the model was sharded after it was prepared, and no dtype of a sharded parameter can be changed safely "
-            f"({error.fqn}); call export() on every rank, which writes the exact base of a model sharded by FSDP, or "
-            "restore before sharding",
+            f"({error.fqn}); call export() on every rank, which writes the exact base, or restore(), which leaves the "
+            "dtypes of what is sharded and names them",
             fqn=error.fqn,
         ) from error
 
 
-def _refuse_flat(tree: ModelTree) -> None:
+def refuse_flat(tree: ModelTree) -> None:
+    """Raise where FSDP1 took parameters off their modules."""
     for node in tree.modules:
         # FSDP1 sets it on all that it wraps
         if vars(node.module).get("_fsdp_use_orig_params") is False:

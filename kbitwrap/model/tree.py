@@ -347,13 +347,10 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     made: nn.Module = object.__new__(type(module))
     fields = vars(made)
     fields.update(vars(module))
-    for name in (
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-    ):
-        fields[name] = fields[name].copy()
+    for name in ("_parameters", "_buffers", "_modules"):
+        fields[name] = dict(fields[name])  # DeepSpeed's own class cannot be copied
+
+    fields["_non_persistent_buffers_set"] = {*fields["_non_persistent_buffers_set"]}
 
     return made
 

@@ -10,6 +10,7 @@ import re
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 # The children that hold what is wrapped. Those of PEFT's layers, and torch's, stand
@@ -68,17 +69,33 @@ def is_d_tensor(cls: Any) -> bool:
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``, or one that FSDP1 laid out flat.
+    """Whether a tensor is a ``DTensor``, or one that FSDP1 or ZeRO-3 laid out flat.
 
     Only a part of it need be on this rank.
     """
     cls: Any = type(tensor)
-    return is_flattened(tensor) or is_d_tensor(cls)
+    return is_flattened(tensor) or is_partition(tensor) or is_d_tensor(cls)
 
 
 def is_flattened(tensor: Any) -> bool:
     """Whether FSDP1 laid a tensor out flat, together with others."""
     return "_fsdp_flattened" in vars(tensor)
+
+
+def is_partition(tensor: Any) -> bool:
+    """Whether ZeRO-3 partitioned a tensor, which may be whole for a while."""
+    return "ds_id" in vars(tensor)
+
+
+def whole_shape(tensor: Any) -> torch.Size | None:
+    """The shape of the whole of a tensor, whatever is on this rank.
+
+    It is ``None`` where FSDP1 laid the tensor out flat.
+    """
+    if is_flattened(tensor):
+        return None
+    shape: torch.Size = tensor.ds_shape if is_partition(tensor) else tensor.shape
+    return shape
 
 
 @functools.cache

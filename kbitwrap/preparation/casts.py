@@ -19,7 +19,7 @@ from ..edits.base import EditBase
 from ..edits.flags import prepared_tensors
 from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
-from ..errors import UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import Quantization, is_quantized_parameter, is_rewritten
 from ..model.records import TensorRef, key_of
 from ..model.roles import Role, parameter_roles
@@ -27,7 +27,19 @@ from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import is_composed
 from ..tensors.dtypes import HALF_DTYPES
 
+ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
+"""The engines that train with several processes, as their names are given."""
+TAKE_STAND_INS = ("fsdp1", "fsdp2")
+"""Those under which no weight can be upcast as it is used."""
 _Tensors = list[NamedTensor]
+
+
+def refuse_unknown_engine(engine: object) -> None:
+    """Raise `ConfigError` for the name of no engine."""
+    if engine not in ENGINES:
+        raise ConfigError(
+            f"engine: expected one of {', '.join(map(repr, ENGINES))}, found {engine!r}"
+        )
 
 
 class Casts:
@@ -39,6 +51,8 @@ class Casts:
         quantization: How the model is quantized, as found, or as PEFT would find it.
         freeze_adapters: Whether adapters are treated as the base, as PEFT's function
             treats them.
+        engine: The engine that will shard the model, of `ENGINES`; ``None``: none is
+            known.
 
     Attributes:
         base: The parameters that are prepared, each once.
@@ -50,8 +64,10 @@ class Casts:
         config: PrepareConfig,
         quantization: Quantization,
         freeze_adapters: bool = False,
+        engine: str | None = None,
     ) -> None:
         self.tree = tree
+        self.engine = engine
         self.config = config
         self.quantization = quantization
         self.freeze_adapters = freeze_adapters
@@ -156,6 +172,8 @@ class Casts:
         is_expert = self.role(tensor) is Role.EXPERT and parameter.dim() >= 2
         if not (is_weight or is_expert):
             return "not the weight of an embedding or of a linear layer"
+        if self.engine in TAKE_STAND_INS:
+            return "FSDP takes what stands in front of a weight for the weight"
         if parameter.requires_grad and not self.config.freeze:
             return "trained"
         if not all(can_stand_in(*place) for place in self.tree.places(tensor)):

@@ -19,7 +19,7 @@ from ..model.bitsandbytes_layers import quant_state_of
 from ..model.quantization import was_decompressed
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, join
-from ..model.wrappers import is_flattened, is_sharded_tensor
+from ..model.wrappers import is_sharded_tensor, whole_shape
 from ..tensors.bits import content_digest, is_dense
 from ..tensors.lazy import values_of
 from .original import Original, hooks_of
@@ -156,8 +156,8 @@ def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) 
     parameter = tensor.parameter
     # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another
     # of as many elements.
-    is_whole = not is_flattened(parameter)
-    if is_whole and parameter.numel() != record.shape.numel():
+    shape = whole_shape(parameter)
+    if shape is not None and shape.numel() != record.shape.numel():
         return False
     if tree.known.get(id(parameter)) is record:
         return True

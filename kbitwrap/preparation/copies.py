@@ -13,6 +13,7 @@ from ..edits.storage import CopyChange
 from ..model.quantization import is_quantized_parameter
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor
+from ..model.wrappers import is_sharded_tensor
 from ..tensors.dtypes import HALF_DTYPES
 from .original import Original
 
@@ -47,6 +48,8 @@ class Copies:
         """
         found = []
         for tensor in self._tree.tensors:
+            if is_sharded_tensor(tensor.parameter):
+                continue  # no dtype of such can be changed
             own = self._tree.known.get(id(tensor.parameter))
             if own is not None and own not in self._base:
                 continue  # of an adapter that was there before

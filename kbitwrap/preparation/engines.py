@@ -9,17 +9,15 @@ import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig
-from ..edits.stand_ins import UpcastAtUse
 from ..edits.storage import Store
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..model.checks import tree_of
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree
 from ..reports import ShardingOutcome, ShardingReport
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
-from .plan import Plan, build_plan
-
-ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
+from .casts import refuse_unknown_engine
+from .plan import Plan, plan_for
 
 
 def check_sharding(
@@ -54,18 +52,15 @@ def check_sharding(
         engine 'fsdp2'
         precision  trains  restore, suspended  export, manifest
         full          yes                  no               yes
-        compute        no                  no               yes
+        compute       yes                  no               yes
         norms         yes                 yes               yes
         adapted       yes                 yes               yes
         none          yes                 yes               yes
-        full, compute: no dtype of a sharded parameter can be changed back: export() the base, or take another precision
+        full, compute: what is sharded stays float32: suspended() raises, restore() names it, export() writes the base
         full, compute, norms, adapted, none: export() and manifest() are called on every rank
-        compute: FSDP2 takes what stands in front of a weight for the weight: the first forward raises
+        compute: prepare(engine='fsdp2') stores in float32 what is upcast at use elsewhere
     """
-    if engine not in ENGINES:
-        raise ConfigError(
-            f"engine: expected one of {', '.join(map(repr, ENGINES))}, found {engine!r}"
-        )
+    refuse_unknown_engine(engine)
     dtype = (
         None
         if param_dtype is None
@@ -131,11 +126,13 @@ def _outcome(
     """
     config = PrepareConfig(precision=precision, gradient_checkpointing=False)
     try:
-        plan = build_plan(tree.model, config)
+        plan = plan_for(tree, config, engine)
     except UnsupportedModelError as error:
         return ShardingOutcome(False, False, False, (f"cannot be prepared: {error}",))
     is_retyped = precision.upcasts_all and plan.casts
-    restores = exports = engine != "zero3"
+    restores = exports = True
+    if is_retyped and engine not in ("ddp", "zero2"):
+        restores = False
     failures = [] if engine == "ddp" else _packed(tree, param_dtype)
     notes = []
     if is_retyped and param_dtype in HALF_DTYPES:
@@ -150,27 +147,21 @@ def _outcome(
         )
     if engine == "zero2":
         notes.append("parameters stay whole, as under DDP")
-    elif engine == "zero3":
-        notes.append(
-            "a ZeRO-3 partition holds no values: restore(), suspended(), export() and "
-            "manifest() come before deepspeed.initialize()"
-        )
     elif engine != "ddp":
         if is_retyped:
-            restores = False
             notes.append(
-                "no dtype of a sharded parameter can be changed back: export() the "
-                "base, or take another precision"
+                "what is sharded stays float32: suspended() raises, restore() "
+                "names it, export() writes the base"
             )
         if engine == "fsdp1":
             failures += _not_uniform(tree, plan)
             exports = not failures
             notes.append("needs use_orig_params=True")
-        else:
-            if _uses_stand_ins(plan):
-                failures.append(
-                    "FSDP2 takes what stands in front of a weight for the weight: the "
-                    "first forward raises"
+        elif engine == "fsdp2":
+            if precision is Precision.COMPUTE and plan.casts:
+                notes.append(
+                    "prepare(engine='fsdp2') stores in float32 what is upcast at use "
+                    "elsewhere"
                 )
             if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
                 notes.append(
@@ -181,11 +172,6 @@ def _outcome(
     trains = not failures
     notes = [*failures, *notes]
     return ShardingOutcome(trains, restores and exports, exports, tuple(notes))
-
-
-def _uses_stand_ins(plan: Plan) -> bool:
-    """Whether something stands in front of weights, so that they are upcast at use."""
-    return any(isinstance(edit, UpcastAtUse) for edit in plan.edits)
 
 
 def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
@@ -229,10 +215,5 @@ def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
             f"{', '.join(found)}: take a precision that stores no other dtype, "
             "get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs "
             "by itself"
-        ]
-    if _uses_stand_ins(plan):
-        return [
-            "FSDP1 takes weights off their modules, and what stands in front of them "
-            "would not be used"
         ]
     return []

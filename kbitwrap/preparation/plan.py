@@ -222,22 +222,28 @@ def build_plan(
         >>> build_plan(head, precision="full", gradient_checkpointing=False).added_bytes
         8192
     """
-    config = PrepareConfig.of(config, fields)
-    tree = tree_of(model)
+    return plan_for(tree_of(model), PrepareConfig.of(config, fields))
+
+
+def plan_for(tree: ModelTree, config: PrepareConfig, engine: str | None = None) -> Plan:
+    """Plan for a model that an engine will shard; raises as ``build_plan`` does."""
     with only_reading():
         refuse_unsupported_tensors(tree, allow_meta=True)
-        return plan_as_detected(tree, config)
+        return plan_as_detected(tree, config, engine)
 
 
-def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
-    """Plan for a model that is known to be supported.
+def plan_as_detected(
+    tree: ModelTree, config: PrepareConfig, engine: str | None = None
+) -> Plan:
+    """Plan for a model that is known to be supported, and for an engine.
 
     Raises:
         MemoryBudgetError: The plan's peak is over the budget; it names the precisions
             that would fit.
     """
     with only_reading():
-        plan = write_plan(Planner(tree, config, tree.quantization))
+        planner = Planner(tree, config, tree.quantization, engine=engine)
+        plan = write_plan(planner)
     budget = config.memory_budget_bytes
     if budget is None or plan.peak_bytes <= budget:
         return plan
@@ -245,7 +251,9 @@ def plan_as_detected(tree: ModelTree, config: PrepareConfig) -> Plan:
         precision.value
         for precision in Precision
         if plan_as_detected(
-            tree, dataclasses.replace(config, memory_budget=None, precision=precision)
+            tree,
+            dataclasses.replace(config, memory_budget=None, precision=precision),
+            engine,
         ).peak_bytes
         <= budget
     )

@@ -63,8 +63,9 @@ class Planner(Casts):
         quantization: Quantization,
         *,
         freeze_adapters: bool = False,
+        engine: str | None = None,
     ) -> None:
-        super().__init__(tree, config, quantization, freeze_adapters)
+        super().__init__(tree, config, quantization, freeze_adapters, engine)
         self.warnings: list[str] = []
         self.alarms: list[str] = []
 

@@ -12,9 +12,10 @@ from ..edits.base import HeldOriginal, TrainedPolicy
 from ..edits.kept import KeptChange
 from ..edits.storage import CopyChange, StorageChange, TrainedError
 from ..errors import ConfigError, RestoreError
-from ..model.checks import refuse_sharded_since
+from ..model.checks import refuse_flat
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, only_reading
+from ..model.wrappers import is_sharded_tensor
 from ..reports import RestoreReport
 from .comparison import changed_buffers, changed_hooks, changes_of, others_in
 from .preparation import Preparation
@@ -40,7 +41,7 @@ class Restoring:
             _refuse_without_originals(preparation)
         with plain_mode():
             tree = self._tree = preparation.tree()
-            refuse_sharded_since(tree, changes_dtypes=preparation.upcasts_all)
+            refuse_flat(tree)
             changed: set[str] = set()
             if trained == "error":
                 changes = preparation.changes(tree)
@@ -146,8 +147,26 @@ class Restoring:
             foreign=_once(foreign),
             not_compared=_once(changes.not_compared),
             put_back=_once(put_back),
-            kept_dtype=_once([record.fqn for record in kept_dtype]),
+            kept_dtype=_once([record.fqn for record in kept_dtype] + self._sharded()),
         )
+
+    def _sharded(self) -> list[str]:
+        """The parameters that keep the dtype they are stored in, because they are sharded.
+
+        They are those of the base, and copies of it that PEFT made.
+        """
+        tree = self._tree
+        records = self._preparation.original.records
+        found = []
+        for tensor in tree.tensors:
+            record = tree.sharded.get(id(tensor.parameter))
+            dtype = record.dtype if record else None
+            if record is None and is_sharded_tensor(tensor.parameter):
+                dtype = records.dtype_before(tensor.module, tensor.name)
+            if dtype is not None and dtype != tensor.parameter.dtype:
+                found.append(tensor.fqn)
+
+        return found
 
 
 def _once(names: list[str]) -> tuple[str, ...]:

@@ -249,8 +249,8 @@ class UpcastTensor(torch.Tensor):
         if self.owner is not None and hasattr(self.parameter, "_local_tensor"):
             raise ShardedStandInError(
                 f"{self._name} is upcast as it is used (precision 'compute') and was sharded by FSDP2, which takes "
-                "what stands in front of a weight for the weight; prepare with precision 'norms' or 'full', and then "
-                "shard. export() on every rank writes the exact base of this model"
+                "what stands in front of a weight for the weight; tell the engine, prepare(engine='fsdp2'), or take "
+                "precision 'norms', and then shard. export() on every rank writes the exact base of this model"
             )
         raise AttributeError(f"{self._name} is not sharded")
 

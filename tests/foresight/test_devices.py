@@ -25,7 +25,6 @@ from kbitwrap import (
     StepMemory,
     StepPredictor,
     StepTracker,
-    UnsupportedModelError,
     predict_step,
 )
 from kbitwrap.foresight.tracker import held_tensors, optimizer_tensors
@@ -175,10 +174,10 @@ def test_what_no_engine_does_is_refused_in_one_line() -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"^{expected}"):
             predict_step(config, batch_size=1, seq_len=8, **options)
-    with pytest.raises(
-        UnsupportedModelError, match=r"^engine: 'fsdp2' does not train this model with precision 'compute'"
-    ):
-        predicted("compute", engine="fsdp2")
+
+
+def test_what_fsdp2_stores_in_float32_is_predicted_as_stored() -> None:
+    assert predicted("compute", engine="fsdp2").phases == predicted("full", engine="fsdp2").phases
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
