@@ -42,6 +42,10 @@ _TITLES = {
     "restore": "restored: bits, dtypes, flags, hooks as loaded",
     "merge": "merged: dtypes, hooks, flags as loaded, nothing in float32",
 }
+_NEXT = (
+    "Your own model: kbitwrap plan MODEL --step --budget 8GiB says what a training step takes, and "
+    "kbitwrap demo --model MODEL runs this on it."
+)
 SUMMARY = "Prepare a small quantized model PEFT's way and ours, and check each step."
 HELP = """Prepare a small quantized model PEFT's way and ours, side by side, and check each step.
 
@@ -99,6 +103,13 @@ def command(
     expect_installed("the demonstration", "bitsandbytes", "peft", "transformers")
     with working(model, "importing torch", trust_remote_code) as doing:
         from .demo_run import Demo
+        from .loading import choose_device
+
+        used = choose_device(device)
+        if not json_:
+            with doing.aside():
+                name = model or "built-in byte-level Llama"
+                print(f"{name}, {quant}, on {used}: PEFT's way and ours\n", flush=True)
 
         def say(text: str) -> None:
             if verbose and not json_:
@@ -126,29 +137,60 @@ def command(
 
 def _show_result(result: Result, *, verbose: bool) -> None:
     checks = result["checks"]
-    seconds = sum(result["seconds"].values())
+    failed = list(_failed(result))
+    parts: list[RenderableType] = [table(_sides(result["sides"]), right=True)]
+    if verbose:
+        parts.append(_checks(checks))
+    elif failed:
+        parts.append(Group(*failed))
     num_passed = sum(check["passed"] for check in checks)
-    more = "" if verbose else "; --verbose shows each"
+    seconds = sum(result["seconds"].values())
+    more = _fall(result) if verbose else f"{_fall(result)}; all: --verbose"
     show(
-        f"{result['model']}, {result['quant']}, on {result['device']}: PEFT's way and ours",
-        table(_sides(result["sides"]), right=True),
-        _checks(checks) if verbose else Group(*_groups(result)),
-        f"{num_passed} of {len(checks)} checks passed, in {seconds:.1f} s{more}.",
+        *parts,
+        f"{num_passed} of {len(checks)} checks passed in {seconds:.1f} s ({more})",
+        _conclusion(result["sides"], result["precision"]),
+        _NEXT,
     )
+
+
+def _fall(result: Result) -> str:
+    loss = result["loss"]
+    before, after = loss["held_out_before"], loss["held_out_after"]
+    return f"held-out loss {before:.2f} -> {after:.2f}"
+
+
+def _conclusion(sides: dict[str, Result], precision: str) -> str:
+    """What is lost in PEFT's way, and what ours keeps."""
+    peft, ours = sides["peft"], sides[precision]
+    lost = f"In PEFT's way {peft['added_bytes']:,} bytes are added, {_left(peft)}"
+    kept = f"In ours {_left(ours)}"
+    if peft["merged_error"] is not None and ours["exported_error"] is not None:
+        lost += f", and the merge puts the logits off by {peft['merged_error']:.2%}"
+        kept += f", and the export puts them off by {ours['exported_error']:.2%}"
+    return f"{lost}. {kept}."
+
+
+def _left(side: Result) -> str:
+    """What differs in the end from the model as it was loaded."""
+    left = side["left"]
+    counts = [f"{number} {what}" for what, number in left.items() if number]
+    if not counts:
+        return "all is as loaded in the end"
+    return f"{', '.join(counts)} are not as loaded in the end"
 
 
 # The figures of a side that are shown: the title, the name, and the format.
 _FIGURES = (
     ("bytes added", "added_bytes", ","),
     ("bytes at the peak while preparing", "peak_bytes", ","),
-    ("milliseconds to prepare", "milliseconds", ",.1f"),
     ("first step: loss, distance from PEFT's", "loss", ".2g"),
     ("first step: gradients, relative distance", "gradients", ".2g"),
     ("left in the end: dtypes, hooks, flags", "left", ""),
     ("merged in place: bytes", "merged_bytes", ","),
-    ("merged in place: error of logits", "merged_error", ".2%"),
+    ("merged in place: logits off float32's", "merged_error", ".2%"),
     ("exported in bfloat16: bytes", "exported_bytes", ","),
-    ("exported in bfloat16: error of logits", "exported_error", ".2%"),
+    ("exported in bfloat16: logits off float32's", "exported_error", ".2%"),
 )
 
 
@@ -163,10 +205,7 @@ def _sides(sides: dict[str, Result]) -> Rows:
             distances = {"loss": None, "gradients": None}
             header[-1] = "PEFT's"
         left = ", ".join(map(str, side["left"].values()))
-        milliseconds = 1000 * side["seconds"]
-        columns.append(
-            {**side, **distances, "left": left, "milliseconds": milliseconds}
-        )
+        columns.append({**side, **distances, "left": left})
     rows = [header]
     for title, key, form in _FIGURES:
         figures = [column[key] for column in columns]
@@ -184,20 +223,17 @@ def _checks(checks: list[Result]) -> Group:
     return table(rows)
 
 
-def _groups(result: Result) -> Iterator[RenderableType]:
-    """A line for each group of checks, and one for each check that failed."""
-    loss = result["loss"]
-    fall = (
-        f"held-out loss {loss['held_out_before']:.2f} -> {loss['held_out_after']:.2f}"
-    )
+def _failed(result: Result) -> Iterator[RenderableType]:
+    """A line for each group of checks of which any failed, and one for each of these."""
     for group, title in _TITLES.items():
         checks = [check for check in result["checks"] if check["group"] == group]
         failed = [check for check in checks if not check["passed"]]
-        count = "1 check" if len(checks) == 1 else f"{len(checks)} checks"
-        verdict = ("pass", "green")
-        if failed:
-            count = f"{len(failed)} of {count}"
-            verdict = ("FAIL", "bold red")
-        yield Text.assemble(verdict, f"  {title.format(loss=fall)} ({count})")
+        if not failed:
+            continue
+        verdict = ("FAIL", "bold red")
+        wanted = title.format(loss=_fall(result))
+        yield Text.assemble(
+            verdict, f"  {wanted} ({len(failed)} of {len(checks)} checks)"
+        )
         for check in failed:
             yield hanging(f"{check['name']}: {check['measured']}", 8, 6)
