@@ -20,7 +20,7 @@ from ..model.wrappers import is_sharded_tensor
 from ..tensors.bits import differ
 from ..tensors.dtypes import HALF_DTYPES
 from .base import EditBase
-from .journal import Call, WayBack
+from .journal import Lasting
 from .storage import StorageChange
 
 
@@ -29,7 +29,7 @@ def _is_exact(original: torch.dtype, dtype: torch.dtype) -> bool:
     return original in HALF_DTYPES and dtype == torch.float32
 
 
-class AdaptersChange:
+class AdaptersChange(Lasting):
     """Adapters as they were before they were cast.
 
     They go back together, unless one of them was trained. A suspension leaves them
@@ -48,7 +48,6 @@ class AdaptersChange:
         self.changes = changes
         self.kept: tuple[ParameterRecord, ...] = ()
         self._dtype = dtype
-        self._is_suspended = False
 
     def undo(self, tree: ModelTree) -> None:
         """Put the dtypes back where nothing was trained.
@@ -56,8 +55,6 @@ class AdaptersChange:
         Where something was, all are in the dtype of the cast, also those that others
         cast since.
         """
-        if self._is_suspended:
-            return
         there = []
         for change in self.changes:
             parameter = change.record.there()
@@ -109,14 +106,6 @@ class AdaptersChange:
         else:
             change.write(parameter, parameter.data.to(self._dtype))
         change.undo(tree)
-
-    def now(self, tree: ModelTree) -> WayBack:
-        """Begin a suspension, in which nothing is put back."""
-        self._is_suspended = True
-        return Call(self._resume)
-
-    def _resume(self) -> None:
-        self._is_suspended = False
 
 
 @dataclass(frozen=True, kw_only=True)

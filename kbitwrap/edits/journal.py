@@ -62,6 +62,10 @@ class Change(WayBack, Protocol):
         """Record the current state of all that ``undo`` changes; changes nothing."""
 
 
+class Lasting:
+    """The base of changes that last through suspensions, which leave them alone."""
+
+
 @runtime_checkable
 class Edit(Protocol):
     """One reversible edit of a model."""
@@ -197,10 +201,12 @@ class Journal:
     def suspend(self, view: Any, way_back: Journal, also: Sequence[Any] = ()) -> None:
         """Put back the state from before all changes and those in ``also``.
 
-        At every moment ``way_back`` leads back to what was there.
+        What is lasting stays. At every moment ``way_back`` leads back to what was there.
         """
         try:
             for change in reversed([*self.changes, *also]):
+                if isinstance(change, Lasting):
+                    continue
                 way_back.changes.append(change.now(view))
                 change.undo(view)
         except BaseException:

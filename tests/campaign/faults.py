@@ -185,7 +185,9 @@ class Subject:
         elif state is start and (call != "resume" or is_interrupt):
             yield from before.diff(Snapshot(self.model), moved=True, ignore=ORDER)
         elif state is SUSPENDED and call == "suspend" and self.adapt is None:
-            yield from self.original.diff(Snapshot(self.model), moved=True, ignore=HOLD)
+            # Adapters stay in the dtype of their training.
+            found_in = self.original.diff(Snapshot(self.model), moved=True, ignore=HOLD)
+            yield from (line for line in found_in if "lora_" not in line)
         is_whole = found == self.exported if call == "export" else call == "manifest" and [*found] == ["out"]
         if caught is not None and found and (isinstance(caught, KbitWrapError) or not is_whole):
             yield f"left {[*found]}"
@@ -223,6 +225,7 @@ class Subject:
             return
         for line in self.original.diff(Snapshot(self.model), moved=True, ignore=(*HOLD, "shared memory")):
             is_named = any(line.lstrip(".").startswith(f"{name}:") for name in names)
+            is_named |= "AdaptersChange" in others and "lora_" in line  # which go back together
             if not is_named and (not others or ": bytes: " in line):
                 yield f"not restored, and not named in {[*error.failures]}: {line}"
 
@@ -261,6 +264,10 @@ def subjects(name: str | None, precision: str) -> Iterator[tuple[str, Callable[[
     yield label, lambda: Subject(zoo.load(name, quant, dtype), **fields)
     adapt = functools.partial(training.adapt, name, modules_to_save=True)
     yield f"{label}, adapted", lambda: Subject(zoo.load(name, quant, dtype), adapt, **fields)
+    if precision == Precision.NORMS:
+        fields["adapter_dtype"] = "bfloat16"
+        yield f"{label}, rounded", lambda: Subject(training.adapt(name, zoo.load(name, quant, dtype)), **fields)
+        yield f"{label}, adapted, rounded", lambda: Subject(zoo.load(name, quant, dtype), adapt, **fields)
 
 
 def plain_model() -> nn.Module:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import peft
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from kbitwrap import EditError, KbitPreparedModel, Manifest, build_plan, predict_step, prepare_model_for_kbit_training
 from kbitwrap.edits.adapters import CastAdapters
@@ -270,6 +275,45 @@ def test_a_suspension_computes_with_what_is_trained(precision: str) -> None:
         with torch.no_grad():
             assert torch.equal(suspended, alone.eval()(**batch).logits)
         assert dtypes_of(model) == {torch.float32}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_ddp_holds_keeps_its_dtype_in_a_suspension() -> None:
+    """A change of dtype would take parameters out of it for good."""
+    with KbitPreparedModel(zoo.load("llama"), adapter_dtype="bfloat16") as prepared:
+        model = adapt("llama", prepared.model)
+        prepared.adopt(model)
+        wrapped = DistributedDataParallel(model)
+        accumulators = {id(p): p.view_as(p).grad_fn.next_functions[0][0] for p in lora_of(model).values()}
+        with prepared.suspended():
+            assert dtypes_of(model) == {torch.bfloat16}
+        for parameter in lora_of(model).values():
+            assert parameter.view_as(parameter).grad_fn.next_functions[0][0] is accumulators[id(parameter)]
+        step("llama", wrapped)
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
+@pytest.mark.usefixtures("one_rank")
+def test_adapters_that_fsdp_sharded_stay_as_they_are() -> None:
+    base = zoo.load("llama", None)
+    prepared = KbitPreparedModel(base, adapter_dtype="bfloat16").prepare()
+    model = adapt("llama", base)
+    prepared.adopt(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    prepared.adopt(model)
+    with prepared.suspended():
+        assert dtypes_of(model) == {torch.bfloat16}
+    assert prepared.manifest().prepare_config().adapter_dtype == "bfloat16"
+    report = prepared.restore()
+    assert len(report.kept_dtype) == len(lora_of(model))
+    assert dtypes_of(model) == {torch.bfloat16}
 
 
 def test_an_edit_that_fails_leaves_the_adapters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,19 @@ def test_one_argument_trains_adapters_in_float32_as_a_cast_by_hand_does(kind: st
     assert others == ({torch.bfloat16} if kind == "reward" else set())
 
 
+def test_prepared_first_the_callback_gives_what_the_trainer_makes_its_dtype(tmp_path: Path) -> None:
+    trainer = trainer_for("sft", "model", tmp_path)
+    with prepared_trainer(trainer, precision="none", adapter_dtype="float32"):
+        trainer.train()
+    prepared = KbitPreparedModel(
+        runs.load("sft"), precision="none", adapter_dtype="float32", gradient_checkpointing=False
+    ).prepare()
+    first = trainer_for("sft", "model", tmp_path, model=prepared.model, callbacks=[KbitTrainerCallback(prepared)])
+    first.train()
+    assert outcome(first) == outcome(trainer)
+    assert prepared.restore().kept_dtype
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_is_the_uninterrupted_one(dtype: str, tmp_path: Path) -> None:
     def run(**kwargs: Any) -> Any:
