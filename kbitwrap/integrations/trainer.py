@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from kbitwrap import (
 )
 
 from .lost_updates import LostUpdates
+from .shards import sharded_parameters
 
 _Model = Any  # a module, or ``None``
 
@@ -82,6 +84,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             suspended and is not, or cannot be, because several processes train and a
             trained parameter would change its dtype. After a step: an evaluation was
             called off.
+        UnsupportedModelError: When training begins: accelerate's FSDP sharded 4-bit
+            weights that are stored as integers.
         ManifestMismatchError: When training begins: the checkpoint to resume from was
             trained on another base, or on one that was prepared differently. No step
             was taken.
@@ -164,6 +168,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.PREPARED,),
             )
         self._resume = None
+        _refuse_sharded_integers(model)
         _refuse_other_dtypes(prepared, model)
         # on all ranks, which read a sharded model together
         self._manifest = _manifest_of(prepared)
@@ -490,6 +495,26 @@ def _adopting_before_the_optimizer(
         del methods["create_optimizer"]
         if own is not None:
             methods["create_optimizer"] = own
+
+
+def _refuse_sharded_integers(model: nn.Module) -> None:
+    """Raise where accelerate sharded 4-bit weights that are stored as integers.
+
+    It did so before it left them whole, and training then ran with a loss of 0 and
+    gradients that are not numbers:
+    https://github.com/huggingface/accelerate/issues/3983.
+    """
+    state = sys.modules["accelerate.state"].AcceleratorState
+    if "FSDP" not in str(state._shared_state.get("distributed_type")):
+        return
+    for fqn, parameter in sharded_parameters(model).items():
+        if not parameter.is_floating_point():
+            raise UnsupportedModelError(
+                f"{fqn}: accelerate sharded a 4-bit weight that is stored as {parameter.dtype}, which trains with a "
+                "loss of 0 and NaN, without an error: load the model with bnb_4bit_quant_storage set to its dtype, as "
+                "torch.bfloat16. No step was taken",
+                fqn=fqn,
+            )
 
 
 def _refuse_other_dtypes(prepared: KbitPreparedModel, model: _Model) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from kbitwrap import ExportError, LifecycleState, StateError, prepared_of
+from kbitwrap import (
+    ExportError,
+    LifecycleState,
+    StateError,
+    UnsupportedModelError,
+    prepared_of,
+)
+
+from .shards import sharded_parameters
 
 
 def sync_merged_weights() -> Callable[[], None]:
@@ -31,6 +39,8 @@ def sync_merged_weights() -> Callable[[], None]:
 
     Raises:
         StateError: When weights are sent: the trainer's model is not prepared.
+        UnsupportedModelError: When weights are sent: the model is sharded, and each
+            process has an engine of its own (``vllm_mode="colocate"``).
         ExportError: When weights are sent: the adapters took weights apart that the
             engine's model ties.
 
@@ -77,6 +87,11 @@ def _merged_weights(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
             "prepared: prepare it before the trainer is made, or call what sync_merged_weights() returned, and TRL "
             "merges into the model itself again",
             expected=(LifecycleState.PREPARED, LifecycleState.SUSPENDED),
+        )
+    if self.mode == "colocate" and sharded_parameters(prepared.model):
+        raise UnsupportedModelError(
+            f"this {type(prepared.model).__name__} is sharded, and its merged weights are handed out on rank 0 alone, "
+            'while each rank has an engine of its own: generate with vllm_mode="server", or do not shard the model'
         )
     tied = getattr(prepared.model, "all_tied_weights_keys", ())
     for fqn, tensor in prepared.merged_weights():
