@@ -74,10 +74,12 @@ def predict_step(
         batch_size: Sequences in the batch; ``None`` for those of ``inputs`` or ``args``.
         seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
         args: The arguments of a trainer: transformers' ``TrainingArguments``, or
-            ``SFTConfig``, ``DPOConfig``, ``GRPOConfig`` or ``RewardConfig`` of TRL. The
-            step is then that trainer's own, of its own batch, with its optimizer,
-            checkpointing and autocast; they say the batch and the length as far as they
-            can, and ``batch_size`` and ``seq_len`` win. They are not changed.
+            ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``GRPOConfig`` or
+            ``RewardConfig`` of TRL, ``ORPOConfig`` or ``CPOConfig`` of
+            trl.experimental. The step is then that trainer's own, of its own batch,
+            with its optimizer, checkpointing and autocast; they say the batch and the
+            length as far as they can, and ``batch_size`` and ``seq_len`` win. They are
+            not changed.
         inputs: What the model is called with, where ``input_ids`` and ``labels``, two
             int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
             name a ``(shape, dtype)`` or a tensor. The output of a processor is taken

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from .built import Built
 from .rows import Row, completion_length, rows_of, tokenizer_of
 from .trainer_arguments import quiet_copy, trainer_class
 from .untouched import OwnState
+
+_PREPARES = "prepare_model_for_kbit_training"
 
 
 def _told(cls: Any) -> Any:
@@ -85,6 +90,21 @@ def _told(cls: Any) -> Any:
 def _reward(completions: Any, **_: Any) -> list[float]:
     """A function that scores completions, of which some are better."""
     return [float(number % 2) for number, _ in enumerate(completions)]
+
+
+@contextlib.contextmanager
+def _prepared_already(cls: Any) -> Iterator[None]:
+    """Let a trainer that calls PEFT's preparation leave the model as it is: it has one."""
+    module: Any = sys.modules[cls.__module__]
+    original = vars(module).get(_PREPARES)
+    if original is None:
+        yield
+        return
+    setattr(module, _PREPARES, lambda model, **_: model)
+    try:
+        yield
+    finally:
+        setattr(module, _PREPARES, original)
 
 
 class Rehearsal:
@@ -186,9 +206,10 @@ class Rehearsal:
             rows = importlib.import_module("datasets").Dataset.from_list(rows)
             tokenizer = tokenizer_of(vocabulary_size, self._token)
             options["processing_class"] = tokenizer
-        trainer = _told(self._class)(
-            model=model, args=self.args, train_dataset=rows, **options
-        )
+        with _prepared_already(self._class):
+            trainer = _told(self._class)(
+                model=model, args=self.args, train_dataset=rows, **options
+            )
         accelerator = trainer.accelerator
         accelerator.device_placement = False  # the model is where it is
         accelerator.free_memory = lambda *objects: objects  # there is none
