@@ -20,6 +20,7 @@ from kbitwrap import EditError, KbitPreparedModel, Manifest, build_plan, predict
 from kbitwrap.edits.adapters import CastAdapters
 from support import zoo
 from support.snapshot import Snapshot
+from support.thorough import each_once, few
 from support.training import adapt, step
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -228,10 +229,8 @@ METHODS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", DTYPES)
-def test_what_trains_in_the_dtype_trains_when_it_is_cast_to_it(name: Any, method: str, autocast: bool) -> None:
+@pytest.mark.parametrize(("method", "name", "autocast"), each_once([*METHODS], [*DTYPES], [False, True]))
+def test_what_trains_in_the_dtype_trains_when_it_is_cast_to_it(method: str, name: Any, autocast: bool) -> None:
     """Also suspended; where PEFT's method itself needs autocast, the adoption warns of it."""
     base = zoo.load("llama")
     with contextlib.ExitStack() as stack:
@@ -360,7 +359,7 @@ def test_the_drop_in_takes_none_and_undoes_what_it_casts_itself() -> None:
     assert before.diff(Snapshot(model), moved=True) == []
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", None])
+@pytest.mark.parametrize("optimizer", few(["adamw_torch", None], ["adamw_torch"]))
 def test_a_predicted_step_has_adapters_of_the_dtype(optimizer: str | None) -> None:
     config = zoo.load("llama", None).config
     settings: dict[str, Any] = {"precision": "none", "batch_size": 2, "seq_len": 16, "optimizer": optimizer}
