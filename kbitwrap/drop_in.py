@@ -155,13 +155,13 @@ def patched(precision: Precision | str = "full") -> Iterator[None]:
 
     For a library that prepares a model inside a call of its own, as TRL's
     ``ORPOTrainer`` does. Inside, every name of a loaded module that holds PEFT's
-    function holds the drop-in, in modules that are imported meanwhile too; so does one
-    that holds what another library put in its place in PEFT. What was prepared stays
-    so: ``kbitwrap.restore(model)``.
+    function holds the drop-in, in modules that are imported meanwhile too. A name that
+    holds what another library put in place of PEFT's function is treated alike. A model
+    that was prepared inside stays prepared until ``kbitwrap.restore(model)``.
 
-    Out of reach is what no module's name holds: a closure, a ``functools.partial``, a
-    default argument, an attribute of a class. The names are the process's: one thread
-    uses this at a time, and other processes are not affected.
+    A function that is held elsewhere is not replaced: in a closure, a
+    ``functools.partial``, a default argument, or an attribute of a class. The names are
+    the process's: one thread uses this at a time, and other processes are not affected.
 
     Args:
         precision: What the drop-in prepares with; under ``"adapted"``,

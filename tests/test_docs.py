@@ -8,6 +8,7 @@ own; their asserts are the claims.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -260,6 +261,15 @@ def commands(title: str) -> list[str]:
 @pytest.mark.parametrize("command", [*commands("Needs minutes"), *commands("Needs a GPU")])
 def test_a_command_that_is_not_run_has_options_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*shlex.split(command)[1:], "--help"]) == 0
+
+
+def test_the_header_of_the_site_and_the_citation_name_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(pages.DOCS / "figures")
+    front_page = importlib.import_module("front_page")
+    name, _, version = front_page.on_config(SimpleNamespace(site_name="kbitwrap")).site_name.partition(" ")
+    assert name == "kbitwrap"
+    assert f'\nversion = "{version}"\n' in (pages.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"version = {{{version}}}" in (pages.DOCS / "citation.md").read_text(encoding="utf-8")
 
 
 def test_the_extras_that_anything_names_exist() -> None:

@@ -441,8 +441,8 @@ def _beside(steps: Sequence[StepMemory], limit: Limit | None) -> Group:
     most = max(step.unknown_bytes[1] for step in steps)
     sign = "-" if least < 0 else ""
     unknown = (
-        f"Unknown, beside each peak: {sign}{figure(abs(least), _GIB)} to {figure(most, _GIB)} "
-        f"({'; '.join(parts)})."
+        f"Add to each peak {sign}{figure(abs(least), _GIB)} to {figure(most, _GIB)} GiB, "
+        f"which no prediction knows ({'; '.join(parts)})."
     )
     on_top = _BESIDE
     if limit is not None and limit.device_memory is not None:

@@ -153,7 +153,8 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert "For each: fits yes, longest sequence 64." in out
     out = " ".join(out.split())
     assert "largest batch at 8" in out
-    assert "Unknown, beside each peak: " in out
+    assert "Add to each peak " in out
+    assert " GiB, which no prediction knows (" in out
     assert "workspaces of cuBLAS" in out
     assert "the CUDA context, fragmentation and other programs on the device come on top" in out
 
