@@ -13,11 +13,13 @@ WRITES = {
     "benchmarks": "docs/benchmarks.md, with plots: timings and bytes beside PEFT",
     "compatibility": "docs/compatibility.md: what the tests of the quantizers find",
     "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",
+    "fits": "docs/fits.md: the longest sequences and largest batches of known models, by device",
     "front": "docs/pictures/front.svg: what merges lose and what a step takes, of README and front page",
     "guarantees": "docs/guarantees.md: the sums of the records of `python tests/campaign`",
     "merges": "docs/merge.md and docs/measure.md, with docs/pictures/merges.svg: what each way to merge keeps",
     "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",
-    "published": "docs/published.md: predictions beside what others measured",
+    "planning": "docs/step.md: the CPU time of predictions and searches",
+    "published": "docs/published.md and docs/pictures/published.svg: predictions beside what others measured",
 }
 
 

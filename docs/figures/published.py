@@ -1,10 +1,11 @@
 """Predicts the published memory of training steps, and writes prediction and measurement side by side.
 
-    python docs/figures published [WORD ...]
+    python docs/figures published [--from] [WORD ...]
 
 The measurements are those of published.csv, in this folder, by others; WORD picks the rows that have it in their
 source, model or settings. Models are built from their published shapes: nothing is downloaded. The result is the data
-of docs/benchmarks/published.json and the table of docs/published.md, of all rows.
+of docs/benchmarks/published.json, its picture docs/pictures/published.svg, and the table of docs/published.md, of all
+rows; with `--from` picture and table show the data again.
 
 A prediction follows the libraries that are installed. Where a run's version of transformers computed the loss
 otherwise, the row says so in its column `code`, and the same is written out here: in 4.39 to 4.45 the logits became
@@ -26,9 +27,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import peft
 import torch
 import transformers
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,12 +46,14 @@ from transformers import (
 )
 
 from kbitwrap import StepMemory, predict_step
+from kbitwrap.bench.plot import STYLE
 from kbitwrap.model.pretrained import meta_model
 from sections import DOCS, replace_section
 
 MEASURED = Path(__file__).with_name("published.csv")
 PAGE = DOCS / "published.md"
-FOLDER = DOCS / "benchmarks"
+DATA = DOCS / "benchmarks" / "published.json"
+PICTURE = DOCS / "pictures" / "published.svg"
 SOURCES = {
     "fsdp_qlora": "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/nbs/00-profile_lora_qlora.ipynb",
     "fitcheck": "https://github.com/Anassbzdd/fitcheck/tree/main/data/measurements",
@@ -278,11 +284,67 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
+COLORS = {"fitcheck": "#0072b2", "fms-acceleration": "#d55e00", "fsdp_qlora": "#009e73"}
+GIB = 2**30
+
+
+def draw(rows: list[dict[str, Any]]) -> Figure:
+    """Predicted against measured peaks, and what each prediction is off by."""
+    figure = Figure(figsize=(9.0, 4.4), layout="constrained")
+    peaks, errors = figure.subplots(1, 2)
+    for name, color in COLORS.items():
+        of_source = [row for row in rows if row["source"].startswith(name)]
+        measured = [row["measured"]["peak_bytes"] / GIB for row in of_source]
+        predicted = [row["predicted"]["peak_bytes"] / GIB for row in of_source]
+        off = [row["error_percent"]["peak_bytes"] for row in of_source]
+        look = {"color": color, "s": 22, "alpha": 0.65, "linewidths": 0, "zorder": 3}
+        peaks.scatter(measured, predicted, label=f"{name}: {len(of_source)} runs", **look)
+        errors.scatter(measured, off, **look)
+    least, most = 0.8, 80
+    peaks.plot([least, most], [least, most], color="#8c959f", linewidth=0.8, zorder=1)
+    errors.axhline(0, color="#8c959f", linewidth=0.8, zorder=1)
+    errors.axhspan(-2, 2, color="#8c959f", alpha=0.15, linewidth=0, zorder=0)
+    peaks.set_title("predicted peak, GiB", fontsize=10, loc="left")
+    errors.set_title("predicted less measured, in % (gray: within 2 %)", fontsize=10, loc="left")
+    peaks.set_yscale("log")
+    for axis in (peaks, errors):
+        axis.set_xscale("log")
+        axis.set_xlim(least, most)
+        axis.set_xlabel("measured peak, GiB")
+        axis.xaxis.set_major_locator(FixedLocator(TICKS))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter("{x:g}")
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    peaks.set_ylim(least, most)
+    peaks.yaxis.set_major_locator(FixedLocator(TICKS))
+    peaks.yaxis.set_minor_locator(NullLocator())
+    peaks.yaxis.set_major_formatter("{x:g}")
+    errors.set_ylim(-8, 4)
+    peaks.legend(loc="upper left", frameon=False, fontsize=8)
+    return figure
+
+
+TICKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Draw the picture and write the table."""
+    with matplotlib.rc_context(STYLE):
+        draw(rows).savefig(PICTURE, metadata={"Date": None})
+    replace_section(PAGE, "published", table(rows))
+
+
 def main() -> None:
     """Predict the rows asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
-    words = parser.parse_args().words
+    parser.add_argument("--from", dest="is_predicted", action="store_true", help="show the file's data again")
+    asked = parser.parse_args()
+    words = asked.words
+    if asked.is_predicted:
+        show(json.loads(DATA.read_text())["rows"])
+        return
     with open(MEASURED, newline="") as file:
         given = list(csv.DictReader(file))
     rows = [row for row in given if all(any(word in cell for cell in row.values()) for word in words)]
@@ -295,5 +357,5 @@ def main() -> None:
     if not words:
         versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
         result = {"versions": versions, "sources": SOURCES, "rows": results}
-        (FOLDER / "published.json").write_text(json.dumps(result, indent=1) + "\n")
-        replace_section(PAGE, "published", table(results))
+        DATA.write_text(json.dumps(result, indent=1) + "\n")
+        show(results)

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +21,7 @@ from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor
 from .quantization import quantize_fakes, replace_tensors, warm_tables
+from .shapes import told
 
 OPERATION = "_kbitwrap_operation"
 """The attribute of an exception that names the operation which raised it."""
@@ -245,6 +242,9 @@ class KnownValues(TorchDispatchMode):
             raise
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output = told(func, args, kwargs)
+        if output is not None:
+            return output
         name = func.name()
         if name in _SHAPES:
             return _SHAPES[name](*args, **kwargs)
@@ -265,8 +265,6 @@ class KnownValues(TorchDispatchMode):
             self.has_assumed = True
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
-        if func in _SHAPED_ON_META and all(map(_is_fake, tensors_in((args, kwargs)))):
-            return _shaped_on_meta(func, args, kwargs)
         computed = func(*args, **kwargs)
         output = _as_computed(name, args, computed)
         written = list(filter(_is_real, _written(func, args, kwargs)))
@@ -343,39 +341,6 @@ def _add_tensors(value: Any, found: list[Tensor]) -> None:
 
 
 _PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
-
-
-_SHAPED_ON_META = {
-    _aten.add.Tensor,
-    _aten.clone.default,
-    _aten.detach.default,
-    _aten.mm.default,
-    _aten.mul.Tensor,
-    _aten.mul.Scalar,
-    _aten.neg.default,
-    _aten.pow.Tensor_Scalar,
-    _aten.rsqrt.default,
-    _aten.silu.default,
-    _aten.slice.Tensor,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
-    _aten._unsafe_view.default,
-}
-"""Operations that most of a step consists of: torch's mode of fake tensors adds nothing to their meta kernels."""
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
-
-
-def _shaped_on_meta(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Run the meta kernel of an operation, without the bookkeeping that takes longer than it."""
-    mode = args[0].fake_mode
-    with in_kernel_invocation_manager(mode):
-        made = func(*args, **kwargs)
-    return FakeTensor(mode, made, args[0].fake_device)
 
 
 def asks_for_device(func: Any, args: Any) -> bool:

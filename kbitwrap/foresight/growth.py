@@ -31,6 +31,7 @@ def _multiples() -> Iterator[Form]:
     """The forms that the bytes of a storage may be a multiple of, the likely ones first."""
     yield lambda size: 1
     yield lambda size: size
+    yield lambda size: size + 1  # labels, padded to be shifted
     yield lambda size: size * size
     for tile in _TILES:
         yield partial(_up, tile)
@@ -84,6 +85,9 @@ class Growth:
         traces: Two traces or more, by size.
         sequences: The sequences of these, which are equal.
 
+    Attributes:
+        is_seen: Whether every form was found at one size more than it needs.
+
     Raises:
         UnknownGrowthError: A storage follows no form.
     """
@@ -99,8 +103,11 @@ class Growth:
             values = tuple(storage.asked_bytes for storage in same)
             self._values[same[0]] = values
         self._forms: dict[Values, Form] = {}
+        self.is_seen = True
         for values in set(self._values.values()):
-            self._forms[values] = _form(sizes, values)
+            form, needed = _form(sizes, values)
+            self._forms[values] = form
+            self.is_seen = self.is_seen and needed < len(sizes)
 
     def peak_bytes(self, size: int) -> int:
         """The most bytes that a step of a size holds at any moment.
@@ -131,8 +138,8 @@ class Growth:
         return max(sum(level.values()) for level in levels.values())
 
 
-def _form(sizes: tuple[int, ...], values: Values) -> Form:
-    """The first form that has each value at its size.
+def _form(sizes: tuple[int, ...], values: Values) -> tuple[Form, int]:
+    """The first form that has each value at its size, and how many values it needs.
 
     Raises:
         UnknownGrowthError: None has.
@@ -142,13 +149,13 @@ def _form(sizes: tuple[int, ...], values: Values) -> Form:
         factor = Fraction(value) / multiple(size)
         of_factor: Form = partial(_times, factor, multiple)
         if _has(of_factor, sizes, values):
-            return of_factor
+            return of_factor, 1
     for degree in (1, 2):
         # with one value more than a polynomial needs, where there is one
         if len(sizes) > degree:
             polynomial: Form = partial(_through, sizes[: degree + 1], values)
             if _has(polynomial, sizes, values):
-                return polynomial
+                return polynomial, degree + 1
     raise UnknownGrowthError(f"{values} bytes at {sizes}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from .loading import LOADING_HIGHEST
 from .memory import StepMemory
 from .optimizers import OptimizerSteps, named_steps
 from .quantization import follow_cuda, unlogged
-from .search import Search
+from .search import TILE, Search
 from .subject import PEFT, UNPREPARED, Subject, with_adapters
 from .trace import Step, Trace, trace
 from .trainer_arguments import (
@@ -35,6 +36,8 @@ from .trainer_arguments import (
 from .trainer_step import TrainerStep
 from .unknown import Unknown, sampled_bytes, unknowns
 
+# The settings of models that are numbers of tokens.
+_OF_TOKENS = re.compile("block|chunk|context|length|local|max|position|window")
 # the default dtype, and what transformers is told, are those of the process
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -328,8 +331,31 @@ class StepPredictor:
                 return None
 
         known = [other[1] for other in self._traces if other[0] == batch_size]
-        search = Search(trace_at, self._peak_of, parse_bytes(budget), limit)
+        search = Search(
+            trace_at,
+            self._peak_of,
+            parse_bytes(budget),
+            limit,
+            self._numbers_of_tokens(),
+            TILE,
+        )
         return search(known or [2048])
+
+    def _numbers_of_tokens(self) -> set[int]:
+        """The numbers in the model's config that a length may be compared with, such as that of a window."""
+        from transformers import PretrainedConfig
+
+        found: set[int] = set()
+        fields = [("", getattr(self._made.fakes.model, "config", None))]
+        while fields:
+            name, value = fields.pop()
+            if isinstance(value, PretrainedConfig):
+                fields += vars(value).items()
+            elif isinstance(value, dict):
+                fields += value.items()
+            elif isinstance(value, int) and _OF_TOKENS.search(str(name)):
+                found.add(value)
+        return found
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
         """The largest batch whose step fits a budget.

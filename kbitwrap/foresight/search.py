@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
 from .blocks import NotRepeatedError
@@ -10,6 +10,8 @@ from .growth import Growth, Sequence, UnknownGrowthError
 from .trace import Trace
 
 _OVER_EVERY_BUDGET = 1 << 80  # bytes
+TILE = 8
+"""The least number of tokens that a kernel pads to: it divides all that kernels work on."""
 
 
 class Guess(Protocol):
@@ -86,8 +88,9 @@ def on_line(tried: dict[int, int], budget: int) -> int | None:
 class Search:
     """Finds the largest size of a step within a budget: a batch, or the length of its sequences.
 
-    The sizes that are tried are those that the growth of the traces so far tells. The
-    one that is found was traced, and so was the next one.
+    The sizes that are tried are those that the growth of the traces so far tells. A size
+    is not run where its bytes are certain without: between two that were run, and one
+    beyond, where nothing can set it apart from them.
 
     Args:
         trace_at: Runs the step of a size; ``None`` of it is one that the model cannot
@@ -96,6 +99,9 @@ class Search:
             its own.
         budget: The budget, in bytes.
         limit: The largest size.
+        numbers: The model's own numbers of tokens, after which a step may run other
+            operations.
+        tile: The least number of tokens that a kernel pads to; 1 where it pads none.
     """
 
     def __init__(
@@ -104,11 +110,16 @@ class Search:
         peak_of: Callable[[Trace], int],
         budget: int,
         limit: int,
+        numbers: Set[int] = frozenset(),
+        tile: int = 1,
     ) -> None:
         self._trace_at = trace_at
         self._peak_of = peak_of
         self._budget = budget
         self._limit = limit
+        self._numbers = numbers
+        self._tile = tile
+        self._first: set[int] = set()
         self._traces: dict[int, Trace] = {}
         self._sequences: dict[int, Sequence] = {}
 
@@ -121,15 +132,20 @@ class Search:
         Returns:
             The size; 0 where not even 1 is within the budget.
         """
+        first = list(numbers)
+        self._first.update(first)
         return largest(
             self._num_bytes,
             self._budget,
-            numbers,
+            first,
             self._limit,
             self._guess,
         )
 
     def _num_bytes(self, size: int) -> int:
+        told = None if size in self._first else self._told(size)
+        if told is not None:
+            return told
         trace = self._trace_at(size)
         if trace is None:
             return _OVER_EVERY_BUDGET
@@ -137,15 +153,56 @@ class Search:
         self._sequences[size] = Sequence.of(trace.ledger)
         return self._peak_of(trace)
 
+    def _told(self, size: int) -> int | None:
+        """The bytes of a size without a step of it, by the growth of traces of one order.
+
+        They are certain between two traces, and one beyond the last, where none of the
+        model's own numbers lies and kernels pad none of these or have been seen to pad
+        some. The growth has to have every trace's own peak.
+
+        Args:
+            size: The size.
+
+        Returns:
+            The bytes; ``None`` where it has to be run.
+        """
+        before = max((one for one in self._traces if one < size), default=None)
+        if before is None:
+            return None
+        alike = self._alike(before)
+        last = max(alike)
+        end = size if last < size else last
+        if size - last > 1 or any(before <= number < end for number in self._numbers):
+            return None
+        is_padded = {one % self._tile == 0 for one in alike}
+        if (size % self._tile == 0) not in is_padded:
+            return None
+        try:
+            growth = Growth(alike, self._sequences)
+            if not growth.is_seen:
+                return None
+            told = growth.peak_bytes(size)
+            peaks = [growth.peak_bytes(one) for one in alike]
+        except (UnknownGrowthError, NotRepeatedError):
+            return None
+        is_own = peaks == [self._peak_of(trace) for trace in alike.values()]
+        return told if is_own else None
+
+    def _alike(self, size: int) -> dict[int, Trace]:
+        """The traces of one order with that of a size."""
+        order = self._sequences[size]
+        return {
+            other: trace
+            for other, trace in self._traces.items()
+            if self._sequences[other] == order
+        }
+
     def _guess(self, tried: dict[int, int], budget: int) -> int | None:
         """Guess by the growth of the traces that are of one order with the one that came nearest."""
         if len(tried) == 1 and self._traces:
             return self._of_one(tried, budget)
         near = sorted(self._traces, key=lambda size: abs(tried[size] - budget))
-        alike = {}
-        for size in near:
-            if self._sequences[size] == self._sequences[near[0]]:
-                alike[size] = self._traces[size]
+        alike = self._alike(near[0])
         if len(alike) == 1:
             return on_line(tried, budget)
         try:

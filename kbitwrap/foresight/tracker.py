@@ -167,15 +167,25 @@ class Watch(TorchDispatchMode):
             return ACTIVATIONS
         return GRADIENTS
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch is to guard each operation from its compiler: nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run one operation, and count what it makes."""
         if asks_for_device(func, args):
             return args[0].device
-        kwargs = kwargs or {}
         if any(_has_own_operations(cls) for cls in types):
             return NotImplemented
+        # modes of functions have had their say
+        with torch._C.DisableTorchFunction():
+            return self._counted(func, args, kwargs or {})
+
+    def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation that is made of no others, and count what it makes."""
         self.follow_phase()
         name = func.name()
         if name in DECOMPOSED:
