@@ -30,7 +30,7 @@ from support import forks, pages, zoo
 from support.trainers import dataset, prompt
 
 NEEDS = {
-    "Needs the network": 5,
+    "Needs the network": 6,
     "Needs a GPU": 2,
     "Needs HQQ": 1,
     "Needs minutes": 8,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kbitwrap import KbitPreparedModel, StepMemory, StepTracker, predict_step
 from support import zoo
+from support.memory import peak, sizes_in
 
 Figures = dict[str, Any]
 # TRL 1.16 and older callers set the field by the name that transformers 5.23 deprecates.
@@ -64,34 +67,51 @@ def prepared(cell: Cell, model: Any, args: Any) -> KbitPreparedModel:
     return KbitPreparedModel(model, precision=cell.way, **checkpointing).prepare()
 
 
-def tracked(trainer: Any, at: int = 1) -> StepTracker:
-    """A step of a training, from its first micro-step to the end of its optimizer's; by default the second."""
-    trackers: list[StepTracker] = []
+def around_step(
+    trainer: Any, begin: Callable[[Any, list[Any]], object], end: Callable[[], object], at: int = 1
+) -> None:
+    """Train, and do something where a step begins, with the optimizer and the step's batches, and where it ends."""
     get_batch_samples, training_step = trainer.get_batch_samples, trainer.training_step
     batches: list[Any] = []
+    hooks: list[Any] = []
 
     def get(*args: Any, **kwargs: Any) -> Any:
         found = get_batch_samples(*args, **kwargs)
         batches[:] = found[0]
         return found
 
-    def end(*_: Any) -> None:
-        trackers[0].__exit__(None, None, None)
-        hook.remove()
+    def ended(*_: Any) -> None:
+        end()
+        hooks[0].remove()
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal hook
-        if trainer.state.global_step == at and not trackers:
+        if trainer.state.global_step == at and not hooks:
             optimizer = trainer.optimizer.optimizer
-            trackers.append(StepTracker(trainer.model, optimizer, list(batches)))
-            trackers[0].__enter__()
-            hook = optimizer.register_step_post_hook(end)
+            begin(optimizer, list(batches))
+            hooks.append(optimizer.register_step_post_hook(ended))
         return training_step(*args, **kwargs)
 
-    hook: Any = None
     trainer.get_batch_samples, trainer.training_step = get, step
     trainer.train()
+
+
+def tracked(trainer: Any, at: int = 1) -> StepTracker:
+    """A step of a training, from its first micro-step to the end of its optimizer's; by default the second."""
+    trackers: list[StepTracker] = []
+
+    def begin(optimizer: Any, batches: list[Any]) -> None:
+        trackers.append(StepTracker(trainer.model, optimizer, batches))
+        trackers[0].__enter__()
+
+    around_step(trainer, begin, lambda: trackers[0].__exit__(None, None, None), at)
     return trackers[0]
+
+
+def allocated(trainer: Any) -> int:
+    """The most that torch's allocator gives out in the second step of a training, beyond what it had given before."""
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    around_step(trainer, lambda *_: profile.__enter__(), lambda: profile.__exit__(None, None, None))
+    return peak(sizes_in(profile))
 
 
 def spread(kind: str, settings: list[Mapping[str, Any]], names: tuple[str, ...], ways: tuple[str, ...]) -> list[Cell]:

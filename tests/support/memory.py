@@ -12,6 +12,11 @@ def allocations(call: Callable[[], object]) -> list[int]:
     """What is allocated, and negative what is freed, while something runs, in order and in bytes; mapped files too."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
+    return sizes_in(profile)
+
+
+def sizes_in(profile: torch.profiler.profile) -> list[int]:
+    """The sizes that a profile saw, as `allocations` tells them."""
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
