@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "Show what preparing a model costs, from its config alone."
 PEFT = "peft"
+_OF_STEPS = (PEFT, "unprepared")
 _CACHED = "what it frees stays in the allocator's cache until that is emptied, as new versions of it do at the end"
 HELP = """Show what preparing a model costs, from its config alone; with --step, what a training step takes.
 
@@ -86,8 +87,9 @@ _Precision = Annotated[
     list[str] | None,
     choice(
         "--precision",
-        (*PRECISIONS, PEFT),
-        f"Any of {', '.join(PRECISIONS)}, with --step also {PEFT}. All, if left out.",
+        (*PRECISIONS, *_OF_STEPS),
+        f"Any of {', '.join(PRECISIONS)}, with --step also {PEFT} and unprepared, which is as loaded. "
+        "All but the last, if left out.",
         metavar="PRECISION...",
     ),
 ]
@@ -311,8 +313,7 @@ def command(
 def _refuse_of_steps(precisions: Sequence[str], **of_steps: object) -> None:
     """Refuse what was given for training steps only."""
     named = [option(name) for name, value in of_steps.items() if value is not None]
-    if PEFT in precisions:
-        named.append(f"--precision {PEFT}")
+    named += [f"--precision {name}" for name in _OF_STEPS if name in precisions]
     if named:
         raise InputError(f"{named[0]} applies to training steps only: add --step")
 

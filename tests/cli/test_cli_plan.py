@@ -227,6 +227,7 @@ def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[st
         ),
         (["--trainer", "trainer", "--optimizer", "lomo"], "--optimizer: 'lomo' is not predicted: "),
         (["--trainer", "sgd"], "--trainer: expected one of sft, dpo, grpo, reward, trainer, found 'sgd'"),
+        (["--precision", "unprepared", "--trainer", "trainer", "--liger"], "--liger: what Liger's kernels hold"),
         (["--devices", "2"], "--engine and --devices are given together"),
         (["--budget", "1GiB", "--device-memory", "1GiB"], "expected at most one of --budget, --device-memory, found "),
     ],

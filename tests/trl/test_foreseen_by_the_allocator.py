@@ -46,9 +46,11 @@ def saved(name: str, folder: Path) -> str:
 
 
 def rows(kind: str) -> Dataset:
+    """Rows of the length, or cut to it: a word of the tokenizer is two tokens."""
+    prompt = runs.text(0, LENGTH // 4)
     columns = {
         "sft": {"input_ids": [9] * LENGTH},
-        "dpo": {"prompt": runs.text(0, LENGTH), "chosen": runs.text(1, LENGTH), "rejected": runs.text(2, LENGTH)},
+        "dpo": {"prompt": prompt, "chosen": runs.text(1, LENGTH // 2), "rejected": runs.text(2, LENGTH // 2)},
         "reward": {"chosen_ids": [9] * LENGTH, "rejected_ids": [9] * LENGTH},
     }
     return Dataset.from_list([columns[kind]] * 16)
