@@ -28,13 +28,17 @@ class RandomNumbers:
     """
 
     def __init__(self, name: str, seed: int) -> None:
-        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
-        self._bits = numpy.random.Philox(key=int.from_bytes(digest, "little"))
+        named = f"{seed}:{name}".encode()
+        digest = hashlib.blake2b(named, digest_size=16).digest()
+        key = int.from_bytes(digest, "little")
+        self._bits = numpy.random.Philox(key=key)
 
     def draw(self, number: int) -> Tensor:
         """The next of them: int16, uniform, on the CPU. Four are cut from each word of 64 bits."""
-        words = self._bits.random_raw(-(-number // 4)).astype("<u8", copy=False)
-        return torch.from_numpy(words.view("<i2"))[:number]
+        num_words = -(-number // 4)
+        words = self._bits.random_raw(num_words)
+        numbers = words.astype("<u8", copy=False).view("<i2")
+        return torch.from_numpy(numbers)[:number]
 
 
 @dataclass(frozen=True)
@@ -106,21 +110,24 @@ class Codes:
         # Counted from the middle, a float32 holds the sum of a place and a random
         # number, which is uniform around half a step, without rounding it.
         self._middle = len(values) // 2
-        centers = (torch.arange(len(values)) - self._middle + 0.5) * _ONE + 0.5
+        from_middle = torch.arange(len(values)) - self._middle
+        centers = (from_middle + 0.5) * _ONE + 0.5
+        centers = centers.to(values.device)
 
         # by bytes, of which each has one or two codes
         in_bytes = places[self._codes_in_bytes(values.device)]
         self._of_codes = _ByByte(self._values[in_bytes])
-        self._centers = _ByByte(centers.to(values.device)[in_bytes])
+        self._centers = _ByByte(centers[in_bytes])
         self._above = _ByByte(_ONE / above[in_bytes])
         self._below = _ByByte(_ONE / below[in_bytes])
         self._bytes = self._bytes_of_places(names)
 
     def has_scales_of(self, other: Codes) -> bool:
         """Whether the same codes are the same values in both."""
-        return torch.equal(self._values, other._values) and torch.equal(
-            self._scales, other._scales
-        )
+        if not torch.equal(self._values, other._values):
+            return False
+
+        return torch.equal(self._scales, other._scales)
 
     @property
     def per_byte(self) -> int:
@@ -150,11 +157,19 @@ class Codes:
         added = delta / scales
 
         # The way to go is counted in parts of a step.
-        way = added.clamp(min=0).mul_(self._above.of(stored))
-        way += added.clamp(max=0).mul_(self._below.of(stored))
+        way = added.clamp(min=0)
+        way *= self._above.of(stored)
+        way_down = added.clamp(max=0)
+        way_down *= self._below.of(stored)
+        way += way_down
+        del way_down
+
         numbers = random.draw(len(delta)).to(delta.device)
-        reached = self._centers.of(stored).add_(numbers).add_(way)
-        places = reached.mul_(1 / _ONE).floor_().add_(self._middle)
+        reached = self._centers.of(stored)
+        reached += numbers
+        reached += way
+        places = reached.mul_(1 / _ONE).floor_()
+        places += self._middle
         places.clamp_(0, len(self._values) - 1)
 
         num_clipped = 0
@@ -168,7 +183,10 @@ class Codes:
                 places[far] = self._round(wanted, numbers[far])
 
         codes = self._pack(places)
-        off = self._of_codes.of(codes.int()).sub_(values).mul_(scales).sub_(delta)
+        off = self._of_codes.of(codes.int())
+        off -= values
+        off *= scales
+        off -= delta
         return Rounded(codes, off[:number], num_clipped)
 
     def _num_clipped(self, reached: Tensor) -> int:
@@ -197,9 +215,11 @@ class Codes:
         last = len(self._values) - 1
         upper = torch.bucketize(reached, self._values).clamp_(1, last)
         lower = upper - 1
-        step = self._values[upper] - self._values[lower]
-        way = (reached - self._values[lower]) / step * _ONE
-        is_upper = numbers + (_ONE / 2 + 0.5) < way
+        value = self._values[lower]
+        step = self._values[upper] - value
+        way = (reached - value) / step * _ONE
+        needed = numbers + (_ONE / 2 + 0.5)
+        is_upper = needed < way
         return (lower + is_upper).float()
 
     def _scales_from(self, start: int, number: int) -> Tensor:
@@ -209,8 +229,9 @@ class Codes:
         groups = self._scales[first : -(-(start + number) // size), None]
         tiny = torch.finfo(torch.float32).tiny
         groups = torch.where(groups == 0, tiny, groups)
-        scales = groups.expand(-1, size).reshape(-1)[start - first * size :][:number]
-        return scales
+        scales = groups.expand(-1, size).reshape(-1)
+        before = start - first * size
+        return scales[before:][:number]
 
     def _codes_in_bytes(self, device: torch.device) -> Tensor:
         """The codes in each byte, of shape ``(256, per_byte)``."""
@@ -225,11 +246,14 @@ class Codes:
             return names.to(torch.uint8)
 
         number = len(names)
-        pairs = torch.cartesian_prod(torch.arange(number), torch.arange(number))
-        indices = pairs.to(torch.uint8).view(torch.int16).flatten().long()
+        every = torch.arange(number)
+        pairs = torch.cartesian_prod(every, every)
+        indices = pairs.to(torch.uint8).view(torch.int16)
         codes = names.cpu()[pairs]
+        upper_half = codes[:, 0] << _HALF_BYTE
+        packed = upper_half | codes[:, 1]
         table = torch.zeros(number * _NUM_BYTES, dtype=torch.uint8)
-        table[indices] = ((codes[:, 0] << _HALF_BYTE) | codes[:, 1]).to(torch.uint8)
+        table[indices.flatten().long()] = packed.to(torch.uint8)
         return table.to(names.device)
 
     def _pack(self, places: Tensor) -> Tensor:
