@@ -173,7 +173,7 @@ class Gathering:
         `ExportError` is raised where it is lost.
         """
         fqn, parameter = tensor.fqn, tensor.parameter
-        _refuse_lost_scales(fqn, was)
+        _refuse_lost_scales(tensor, was)
         index = len(self._tensors)
         self._tensors.append(self._shards.of(tensor, was.shape))
         stored = None
@@ -200,6 +200,8 @@ class Gathering:
             if isinstance(held, RuntimeChange):
                 state = held.original_quant_state(parameter)
             vars(promised)["quant_state"] = state
+        elif was.quantized_class is not None:
+            vars(promised)["SCB"] = getattr(parameter, "SCB", None)
 
         return promised
 
@@ -311,13 +313,18 @@ class Gathering:
         return result
 
 
-def _refuse_lost_scales(fqn: str, was: ParameterRecord) -> None:
-    if was.quantized_class is not None and was.quant_state is None:
+def _refuse_lost_scales(tensor: NamedTensor, was: ParameterRecord) -> None:
+    """Raise for an 8-bit weight whose scales are neither on it nor on its layer."""
+    if was.quantized_class is None or was.quant_state is not None:
+        return
+
+    owners = (tensor.parameter, vars(tensor.module).get("state"))
+    if all(getattr(owner, "SCB", None) is None for owner in owners):
         raise ExportError(
-            f"{fqn}: sharding removed the scales of this "
+            f"{tensor.fqn}: sharding removed the scales of this "
             f"{was.quantized_class.__name__}; shard with fully_shard(..., "
             f"ignored_params={{every Int8Params}}), or export before sharding",
-            fqn=fqn,
+            fqn=tensor.fqn,
         )
 
 

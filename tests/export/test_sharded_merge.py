@@ -20,15 +20,17 @@ import kbitwrap.export.adapted as adapted_module
 from kbitwrap import KbitPreparedModel
 from kbitwrap.export.shards import Shard, Shards
 from support import forks, zoo
-from support.engines import ENGINES, copy_adapters
+from support.engines import ENGINES, copy_adapters, fsdp1_of_peft
 from support.files import SHARD, read, tensors_of
 from support.layers import LORA, adapted_layers
 from support.memory import allocations, peak
+from support.merging import jitter
 from support.snapshot import Snapshot
 from support.thorough import few
 from support.training import step
 
 FORMS = ("half", "mixed", "quantized")
+SHARDS = {**ENGINES, "fsdp1-of-peft": fsdp1_of_peft}
 
 
 class Case(NamedTuple):
@@ -55,17 +57,32 @@ MANY = [
     Case("llama", quant="nf4-double"),
     Case("llama", quant=None),
 ]
+TARGETS = {"target_modules": ["q_proj", "down_proj"]}
+METHODS: dict[str, dict[str, Any]] = {
+    "AdaLoraConfig": {"total_step": 10},
+    "HiraConfig": {},
+    "IA3Config": {"feedforward_modules": ["down_proj"]},
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "LoHaConfig": {"target_modules": ["lm_head"]},
+    "LoKrConfig": {"target_modules": ["lm_head"]},
+    "OFTConfig": {"oft_block_size": 8},
+    "RoadConfig": {"target_modules": ["lm_head"], "group_size": 16},
+    "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": [3, 9]},
+    "VeraConfig": {"r": 8},
+}
+OF_METHODS = [Case("llama", precision="full", adapters=name) for name in METHODS]
 OF_FSDP1 = [
     *(Case(name, "fsdp1") for name in ARCHITECTURES),
     *(Case(name, "fsdp1", dtype=torch.float16) for name in ("llama", "qwen3", "gpt2")),
     Case("gpt2", "fsdp1", adapters="head"),
     Case("llama", "fsdp1", quant=None),
+    Case("llama", "fsdp1-of-peft"),
 ]
 
 
 def load(case: Case) -> transformers.PreTrainedModel:
     """A model that the engine can shard: FSDP1 lays out flat what has one dtype, which is no integer."""
-    if case.engine != "fsdp1" or case.quant is None:
+    if case.engine == "fsdp2" or case.quant is None:
         return zoo.load(case.architecture, case.quant, case.dtype)
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -79,6 +96,12 @@ def load(case: Case) -> transformers.PreTrainedModel:
 
 def adapt(case: Case, model: transformers.PreTrainedModel) -> peft.PeftModel:
     """Adapters of a kind, the same at each call; FSDP1 needs them in the model's dtype."""
+    if case.adapters in METHODS:
+        torch.manual_seed(0)
+        config = getattr(peft, case.adapters)(**TARGETS | METHODS[case.adapters])
+        peft_model = peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine == "fsdp2")
+        jitter(peft_model)
+        return peft_model
     # small enough for the codes of a quantized merge
     options: dict[str, Any] = {"lora_alpha": 0.25}
     if case.adapters == "dora":
@@ -87,12 +110,12 @@ def adapt(case: Case, model: transformers.PreTrainedModel) -> peft.PeftModel:
         options["target_parameters"] = ["experts.down_proj"]
     torch.manual_seed(0)
     config = zoo.lora_config(case.architecture, modules_to_save=case.adapters == "head", **options)
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine != "fsdp1")
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine == "fsdp2")
 
 
 def forms(case: Case) -> tuple[str, ...]:
     """The forms that a case is merged in: of weights that are not quantized there is one."""
-    return FORMS[:1] if case.quant is None else FORMS
+    return FORMS[:1] if case.quant is None else FORMS[:2] if case.adapters in METHODS else FORMS
 
 
 def merges(prepared: KbitPreparedModel, folder: Path, case: Case) -> dict[str, dict[str, bytes]]:
@@ -125,7 +148,7 @@ def merge_exactly(rank: int, join: forks.Join, cases: list[Case], folder: Path) 
         for index, (case, (one, whole)) in enumerate(zip(cases, models, strict=True)):
             place = folder / f"{rank}-{index}"
             expected = merges(whole.prepared, place / "whole", case)
-            live = ENGINES[case.engine](one.peft_model)
+            live = SHARDS[case.engine](one.peft_model)
             assert merges(one.prepared, folder / f"{index}", case) == expected, case
 
             before = Snapshot(live)  # FSDP1 has set itself up in the first use
@@ -145,8 +168,8 @@ def merge_exactly(rank: int, join: forks.Join, cases: list[Case], folder: Path) 
 
 @pytest.mark.parametrize(
     ("cases", "world_size"),
-    few([(FEW, 2), (MANY, 2), (MANY, 4), (OF_FSDP1, 2), (OF_FSDP1, 4)], [(FEW, 2)]),
-    ids=["few", "fsdp2", "fsdp2-by-4", "fsdp1", "fsdp1-by-4"],
+    few([(FEW, 2), (MANY, 2), (MANY, 4), (OF_METHODS, 2), (OF_FSDP1, 2), (OF_FSDP1, 4)], [(FEW, 2)]),
+    ids=["few", "fsdp2", "fsdp2-by-4", "methods", "fsdp1", "fsdp1-by-4"],
 )
 def test_the_files_are_those_of_the_unsharded_merge(cases: list[Case], world_size: int, tmp_path: Path) -> None:
     forks.run_ranks(merge_exactly, cases, tmp_path, world_size=world_size)

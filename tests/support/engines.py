@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from peft.utils.other import fsdp_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,12 @@ def fsdp1(live: nn.Module, **options: Any) -> nn.Module:
     for index, block in enumerate(layers):
         layers[index] = FullyShardedDataParallel(block, **options)
     return FullyShardedDataParallel(live, **options)
+
+
+def fsdp1_of_peft(live: nn.Module) -> nn.Module:
+    """What PEFT's policy wraps: the blocks, and each layer of an adapter by itself."""
+    policy = fsdp_auto_wrap_policy(live)
+    return FullyShardedDataParallel(live, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 ENGINES: dict[str, Shard] = {"fsdp2": fsdp2, "fsdp1": fsdp1}

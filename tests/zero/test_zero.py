@@ -38,6 +38,13 @@ def merges(prepared: KbitPreparedModel, folder: Path) -> dict[str, Files]:
     return {form: read(folder / form) for form in FORMS}
 
 
+def read_whole(model: nn.Module, folder: Path, name: str = "llama") -> Whole:
+    files = saved(model, folder / "saved")
+    prepared = KbitPreparedModel(model, precision="none", gradient_checkpointing=False).prepare()
+    adapt(name, model, lora_alpha=0.25)
+    return Whole(files, merges(prepared, folder))
+
+
 def initialize(model: nn.Module, stage: int, bf16: bool) -> Any:
     """DeepSpeed's engine around a model."""
     import deepspeed
@@ -93,6 +100,7 @@ def lives_on(rank: int, precision: str, bf16: bool, model: nn.Module, folder: Pa
 
 def without_values(rank: int, precision: str, bf16: bool, model: nn.Module, folder: Path, whole: Whole) -> None:
     """Under ZeRO-3 a parameter holds no values: what needs them gathers them, one at a time."""
+    folder = folder / f"{precision}-{bf16}-{type(model.model.layers[0].self_attn.q_proj).__name__}"
     before = {id(p): p.requires_grad for p in model.parameters()}
     names = {fqn for fqn, _ in model.named_parameters()}
     prepared = KbitPreparedModel(model, precision=precision).prepare(engine="zero3")
@@ -101,13 +109,13 @@ def without_values(rank: int, precision: str, bf16: bool, model: nn.Module, fold
     prepared.adopt(peft_model)
     engine = initialize(peft_model, 3, bf16)
     if not bf16:  # else DeepSpeed rounded the adapters
-        assert merges(prepared, folder / f"{precision}-merged") == whole.merged
+        assert merges(prepared, folder) == whole.merged
         handed_out = dict(prepared.merged_weights())
         assert bool(handed_out) == (rank == 0)
     train(rank, engine, model, 0)
     assert prepared.manifest().essence() == manifest.essence()
-    prepared.export(folder / f"{precision}-{bf16}", max_shard_size=SHARD)
-    assert read(folder / f"{precision}-{bf16}") == whole.saved
+    prepared.export(folder / "base", max_shard_size=SHARD)
+    assert read(folder / "base") == whole.saved
     if precision in STORES_NOTHING:
         with prepared.suspended(), torch.no_grad():
             assert all(p.requires_grad == before.get(id(p), True) for p in model.parameters())
@@ -130,23 +138,45 @@ def without_values(rank: int, precision: str, bf16: bool, model: nn.Module, fold
 def come_true(rank: int, join: forks.Join, stage: int, folder: Path) -> None:
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    cases = [(precision.value, bf16, zoo.load("llama")) for precision in Precision for bf16 in (False, True)]
-    expected = saved(cases[0][2], folder / f"saved-{rank}")
-    unsharded = KbitPreparedModel(zoo.load("llama"), precision="none").prepare()
-    adapt("llama", unsharded.model, lora_alpha=0.25)
-    whole = Whole(expected, merges(unsharded, folder / f"whole-{rank}"))
+    names = [(precision.value, bf16, "nf4") for precision in Precision for bf16 in (False, True)]
+    names += [("norms", False, "int8"), ("full", False, "int8")] if stage == 3 else []
+    cases = [(*name, zoo.load("llama", name[2])) for name in names]
+    whole = {quant: read_whole(zoo.load("llama", quant), folder / f"{quant}-{rank}") for quant in ("nf4", "int8")}
     with join():
-        for precision, bf16, model in cases:
+        for precision, bf16, quant, model in cases:
             outcome = check_sharding(model, f"zero{stage}", "bfloat16" if bf16 else None).outcomes[precision]
             assert outcome.trains
             assert outcome.exports
             assert outcome.restores == (stage == 2 or precision in STORES_NOTHING)
             if stage == 2:
-                lives_on(rank, precision, bf16, model, folder, expected)
+                lives_on(rank, precision, bf16, model, folder, whole[quant].saved)
             else:
-                without_values(rank, precision, bf16, model, folder, whole)
+                without_values(rank, precision, bf16, model, folder, whole[quant])
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_said_of_deepspeed_comes_true(stage: int, tmp_path: Path) -> None:
     forks.run_ranks(come_true, stage, tmp_path)
+
+
+ARCHITECTURES = ("qwen3", "gemma2", "gpt2", "opt", "mixtral", "mistral", "phi3", "falcon", "bloom", "gpt_neox")
+
+
+def merge_each(rank: int, join: forks.Join, folder: Path) -> None:
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    models = {
+        name: (zoo.load(name), read_whole(zoo.load(name), folder / f"{name}-{rank}", name)) for name in ARCHITECTURES
+    }
+    with join():
+        for name, (model, whole) in models.items():
+            prepared = KbitPreparedModel(model, precision="norms").prepare()
+            engine = initialize(adapt(name, model, lora_alpha=0.25), 3, bf16=False)
+            assert merges(prepared, folder / name) == whole.merged, name
+            prepared.export(folder / name / "base", max_shard_size=SHARD)
+            assert read(folder / name / "base") == whole.saved, name
+            engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_under_zero3_the_files_are_those_of_the_model_without_it(world_size: int, tmp_path: Path) -> None:
+    forks.run_ranks(merge_each, tmp_path, world_size=world_size)
