@@ -13,6 +13,7 @@ function filtered(source) {
   );
   const devices = names.slice(3);
   const titles = names.slice(0, 3);
+  const narrow = window.matchMedia(NARROW);
   const column = (name) => {
     const isDevice = devices.includes(name);
     const isModel = name === titles[0];
@@ -24,6 +25,7 @@ function filtered(source) {
       headerFilter: isModel ? "input" : isDevice ? false : "list",
       headerFilterPlaceholder: isModel ? "filter" : "all",
       headerFilterParams: isModel || isDevice ? {} : { valuesLookup: true, clearable: true },
+      headerSort: !narrow.matches, // its arrows take room
       headerSortStartingDir: isDevice ? "desc" : "asc",
     };
   };
@@ -36,7 +38,6 @@ function filtered(source) {
   const place = document.createElement("div");
   source.replaceWith(label, place);
 
-  const narrow = window.matchMedia(NARROW);
   const columns = () => {
     const [model, ...others] = titles;
     const shown = narrow.matches ? [model, choice.value, ...others] : [...titles, ...devices];

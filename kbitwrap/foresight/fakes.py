@@ -21,7 +21,7 @@ from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor
 from .quantization import quantize_fakes, replace_tensors, warm_tables
-from .shapes import told
+from .shapes import UNTOLD, told
 
 OPERATION = "_kbitwrap_operation"
 """The attribute of an exception that names the operation which raised it."""
@@ -243,7 +243,7 @@ class KnownValues(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         output = told(func, args, kwargs)
-        if output is not None:
+        if output is not UNTOLD:
             return output
         name = func.name()
         if name in _SHAPES:

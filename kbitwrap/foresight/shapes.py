@@ -29,6 +29,17 @@ _MADE_ON_META = {
 }
 """Operations to whose meta kernels torch's mode of fake tensors adds nothing."""
 
+_OF_EACH = {
+    _aten._foreach_add_.Scalar,
+    _aten._foreach_addcdiv_.ScalarList,
+    _aten._foreach_addcmul_.Scalar,
+    _aten._foreach_div_.ScalarList,
+    _aten._foreach_lerp_.Scalar,
+    _aten._foreach_mul_.Scalar,
+    _aten._foreach_sqrt.default,
+}
+"""Operations on each tensor of a list, as Adam steps."""
+
 _ELEMENTWISE = {
     _aten.add.Tensor,
     _aten.div.Tensor,
@@ -44,7 +55,11 @@ _ELEMENTWISE = {
 """Operations on each element, whose meta kernels are written in Python."""
 
 
-def told(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+UNTOLD = object()
+"""Stands for an output that torch has to tell."""
+
+
+def told(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The output of an operation on tensors without values, in a plain case.
 
     Args:
@@ -53,8 +68,32 @@ def told(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         kwargs: Those by name.
 
     Returns:
-        The output; ``None`` where torch has to tell it.
+        The output; ``UNTOLD`` where torch has to tell it.
     """
+    if func in _OF_EACH:
+        return _told_of_each(func, args)
+    output = _told_of_one(func, args, kwargs)
+    return UNTOLD if output is None else output
+
+
+def _told_of_each(func: Any, args: Any) -> Any:
+    """The outputs of an operation on a list of floats, which are like these; of one in place there are none."""
+    first = args[0]
+    for value in first:
+        is_plain = isinstance(value, FakeTensor) and value.is_contiguous()
+        if not is_plain or not value.dtype.is_floating_point:
+            return UNTOLD
+    if not func._schema.returns:
+        return None
+    with in_kernel_invocation_manager(first[0].fake_mode):
+        made = [_empty(value.shape, value.dtype) for value in first]
+    outputs = []
+    for value, output in zip(first, made, strict=True):
+        outputs.append(FakeTensor(value.fake_mode, output, value.fake_device))
+    return outputs
+
+
+def _told_of_one(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     rule = _RULES.get(func) or _OF_BITSANDBYTES.get(func.name())
     if rule is None:
         return None
@@ -144,6 +183,15 @@ def _mean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     return _empty((*values.shape[:-1], 1), values.dtype)
 
 
+def _zeros(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Zeros of a tensor's shape and dtype."""
+    like = args[0]
+    asked = {name for name, value in kwargs.items() if value}
+    if asked - {"memory_format"} or not like.is_contiguous():
+        return None
+    return _empty(like.shape, like.dtype)
+
+
 def _sliced_backward(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Zeros of the shape that was sliced, with the gradient in them."""
     gradient, shape = args[:2]
@@ -168,6 +216,7 @@ _RULES: dict[Any, Callable[[Any, Any, Mapping[str, Any]], Tensor | None]] = {
     _aten.mean.dim: _mean,
     _aten.mm.default: _product,
     _aten.slice_backward.default: _sliced_backward,
+    _aten.zeros_like.default: _zeros,
 }
 _OF_BITSANDBYTES = {"bitsandbytes::dequantize_4bit": _dequantized}
 """The rules of operations that are there once bitsandbytes is imported, by name."""

@@ -132,7 +132,8 @@ def test_what_a_search_finds_fits_in_a_trace_of_its_own_and_one_more_does_not(
 
 def test_a_search_runs_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     predict = predictor("Mistral with a window", "compute")
-    budget = predictor("Mistral with a window", "compute")(1, 3001).peak_bytes
+    anew = predictor("Mistral with a window", "compute")
+    budget = anew(1, 3001).peak_bytes
     predict(1, 64)
     runs: list[tuple[int, int]] = []
     run = StepPredictor._run
@@ -143,4 +144,8 @@ def test_a_search_runs_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(StepPredictor, "_run", counted)
     assert predict.longest_sequence(budget) >= 3001
-    assert len(runs) <= 6
+    assert len(runs) <= 4
+    runs.clear()
+    assert predict.longest_sequence(anew(1, 2001).peak_bytes) == 2001  # between two that were run
+    assert anew(1, 2002).peak_bytes > anew(1, 2001).peak_bytes
+    assert {seq_len for _, seq_len in runs} <= {2001, 2002}  # those of the other predictor
