@@ -103,13 +103,11 @@ def command(
     expect_installed("the demonstration", "bitsandbytes", "peft", "transformers")
     with working(model, "importing torch", trust_remote_code) as doing:
         from .demo_run import Demo
-        from .loading import choose_device
 
-        used = choose_device(device)
-        if not json_:
-            with doing.aside():
-                name = model or "built-in byte-level Llama"
-                print(f"{name}, {quant}, on {used}: PEFT's way and ours\n", flush=True)
+        def begin(title: str) -> None:
+            if not json_:
+                with doing.aside():
+                    print(f"{title}: PEFT's way and ours\n", flush=True)
 
         def say(text: str) -> None:
             if verbose and not json_:
@@ -125,6 +123,7 @@ def command(
             steps=steps,
             seed=seed,
             trust_remote_code=trust_remote_code,
+            begin=begin,
             show=say,
             doing=doing.now,
         ).run()

@@ -23,7 +23,6 @@ from kbitwrap import (
     LifecycleState,
     ManifestError,
     StateError,
-    UnsupportedModelError,
 )
 from kbitwrap.tensors import lazy
 from support import training, zoo
@@ -297,15 +296,6 @@ class TestStates:
         after = dict(wrapper.merged_weights())
         assert all(torch.equal(tensor, before[fqn]) for fqn, tensor in seen.items())
         assert all(torch.equal(tensor, after[fqn]) for fqn, tensor in found)
-
-
-def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapper = prepared("llama")
-    vars(wrapper.model.model.norm.weight)["ds_id"] = 0
-    with pytest.raises(UnsupportedModelError, match="ZeRO-3") as caught:
-        wrapper.merged_weights()
-    assert caught.value.fqn == "model.norm.weight"
-    del vars(wrapper.model.model.norm.weight)["ds_id"]
 
 
 def test_a_model_that_saves_itself_is_refused() -> None:

@@ -127,16 +127,15 @@ def test_what_is_not_sharded_is_accepted(wraps: tuple[Callable[[Any], Any], ...]
 @pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning:torch")
 @pytest.mark.filterwarnings("ignore:Tiny has neither a quantization attribute:UserWarning")
 @pytest.mark.parametrize("shard", [fsdp1, fsdp2])
-def test_restoring_what_was_sharded_since_is_refused_before_anything_changes(
+def test_suspending_what_was_sharded_since_is_refused_before_anything_changes(
     shard: Callable[[Any], Any], one_process: None
 ) -> None:
     model = Tiny().bfloat16()
     prepared = KbitPreparedModel(model, precision="full").prepare()
     shard(model)
     before = [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()]
-    for leave in (prepared.restore, lambda: prepared.suspended().__enter__()):
-        with pytest.raises(UnsupportedModelError, match="sharded after it was prepared"):
-            leave()
+    with pytest.raises(UnsupportedModelError, match="sharded after it was prepared"):
+        prepared.suspend()
     assert [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()] == before
 
 

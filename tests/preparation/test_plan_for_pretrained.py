@@ -422,7 +422,7 @@ def test_the_budget_decides(capsys: pytest.CaptureFixture[str]) -> None:
         (["MODEL", "--dtype", "float32"], "--dtype: expected one of bfloat16, float16, found 'float32'"),
         (
             ["MODEL", "--precision", "half"],
-            "--precision: expected one of full, compute, norms, adapted, none, peft, found 'half'",
+            "--precision: expected one of full, compute, norms, adapted, none, peft, unprepared, found 'half'",
         ),
         (["MODEL", "--precision"], "--precision: expected PRECISION..., found nothing"),
         (["MODEL", "--memory-budget", "much"], "--memory-budget: expected a number of bytes"),
