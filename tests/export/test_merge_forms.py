@@ -133,8 +133,8 @@ def test_a_mixed_merge_keeps_the_bytes_of_untouched_layers_and_is_half_elsewhere
         for fqn, module in loaded.named_modules():
             if isinstance(module, bitsandbytes.nn.Linear4bit):
                 weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-                plain_weight = half[f"{fqn}.weight"]
-                assert torch.equal(weight, plain_weight if weight.shape == plain_weight.shape else plain_weight.T), fqn
+                plain = half[f"{fqn}.weight"]
+                assert torch.equal(weight, plain.T if name == "gpt2" else plain), fqn  # which has Conv1D's layout
     # A product may be added in another order, by where its factors lie; layers in 8 bits round their inputs too.
     found, expected = outputs
     off = (found - expected).norm() / expected.norm()
