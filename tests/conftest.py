@@ -3,6 +3,9 @@
 import gc
 import importlib
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and the command line honours it
@@ -22,6 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
         capture.resume_global_capture()  # what processes of a test print is captured as its own
         importlib.import_module("support.forks").start()
         capture.suspend_global_capture()
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[Callable[[str], Any]]:
+    """The modules of docs/figures, by name; they find each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "docs" / "figures")
+        yield importlib.import_module
 
 
 @pytest.fixture

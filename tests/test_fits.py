@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support import pages
 from support.thorough import few
 
 SAMPLE = [
@@ -19,14 +16,6 @@ SAMPLE = [
     ("Qwen2.5-0.5B", "peft", "8"),
     ("TinyLlama-1.1B-Chat-v1.0", "none", "12"),
 ]
-
-
-@pytest.fixture(scope="module")
-def figures() -> Iterator[Any]:
-    """The modules of docs/figures, which find each other by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(pages.DOCS / "figures")
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,17 +13,9 @@ from safetensors.torch import load_file
 
 from kbitwrap import KbitPreparedModel
 from kbitwrap.bench.settings import LossSettings
-from support import pages, zoo
+from support import zoo
 
 TINY = LossSettings(hidden_size=64, num_layers=1, pretraining_steps=60, batch_size=4, length=32, num_held_out=16)
-
-
-@pytest.fixture(scope="module")
-def figures() -> Iterator[Any]:
-    """The modules of docs/figures, which find each other by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(pages.DOCS / "figures")
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kbitwrap.bench.environment import environment
 from kbitwrap.bench.plot import STYLE
 from memory_tables import CONFIGS, step
 from merges import FIGURES as MERGES
-from merges import HALF, PEFTS, QUANTIZED, RELOAD
+from merges import HALF, PEFTS, QUANTIZED, RELOAD, divergences_left
 from sections import DOCS
 
 FIGURES = DOCS / "benchmarks" / "front.json"
@@ -68,15 +68,7 @@ def merge_losses() -> dict[str, float]:
     """For each way to merge, the part of the divergence that it leaves: the mean over adapters and seeds."""
     measured = json.loads(MERGES.read_text(encoding="utf-8"))[SUBJECT]
     chosen = [adapter for adapter in measured["adapters"] if adapter["is_chosen"]]
-    losses = {}
-    for way in MERGE_LABELS:
-        left = [
-            found["divergence"] / adapter["divergence"]
-            for adapter in chosen
-            for found in adapter["merges"].get(way, [])
-        ]
-        losses[way] = fmean(left)
-    return losses
+    return {way: fmean(divergences_left(chosen, way)) for way in MERGE_LABELS}
 
 
 def predict() -> dict[str, Any]:

@@ -254,12 +254,16 @@ def row(*cells: str) -> str:
 
 def kept_and_left(merges: Sequence[dict[str, Any]], way: str) -> tuple[str, str]:
     """The gain that is kept, and the part of the base's divergence that is left: means over all, and the worst."""
-    found = [(one, adapter["divergence"]) for adapter in merges for one in adapter["merges"][way]]
-    if not found:
+    kept = [one["gain"] for adapter in merges for one in adapter["merges"][way]]
+    if not kept:
         return "refused", ""
-    kept = [one["gain"] for one, _ in found]
-    left = [one["divergence"] / whole for one, whole in found]
+    left = divergences_left(merges, way)
     return spread(kept, min(kept)), spread(left, max(left))
+
+
+def divergences_left(merges: Sequence[dict[str, Any]], way: str) -> list[float]:
+    """The part of the base's divergence that is left, for each adapter and seed."""
+    return [one["divergence"] / adapter["divergence"] for adapter in merges for one in adapter["merges"][way]]
 
 
 def spread(values: Sequence[float], worst: float) -> str:

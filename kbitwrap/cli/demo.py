@@ -173,10 +173,10 @@ def _conclusion(sides: dict[str, Result], precision: str) -> str:
 def _left(side: Result) -> str:
     """What differs in the end from the model as it was loaded."""
     left = side["left"]
-    counts = [f"{number} {what}" for what, number in left.items() if number]
+    counts = [f"{what}: {number}" for what, number in left.items() if number]
     if not counts:
         return "all is as loaded in the end"
-    return f"{', '.join(counts)} are not as loaded in the end"
+    return f"and not all is as loaded in the end ({', '.join(counts)})"
 
 
 # The figures of a side that are shown: the title, the name, and the format.

@@ -21,7 +21,7 @@ from ..tensors.bits import differ
 from ..tensors.dtypes import HALF_DTYPES
 from .base import EditBase
 from .journal import Lasting
-from .storage import StorageChange
+from .storage import StorageChange, recorded
 
 
 def _is_exact(original: torch.dtype, dtype: torch.dtype) -> bool:
@@ -159,11 +159,7 @@ class CastAdapters(EditBase):
     def capture(self, tree: ModelTree) -> list[AdaptersChange]:
         """Record the storage of each parameter, or the original itself."""
         changes = []
-        for fqn, ref in zip(self.fqns, self.refs, strict=True):
-            module, parameter = ref.owner(), ref()
-            assert module is not None
-            assert parameter is not None
-            record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
+        for record, parameter in recorded(tree, self.fqns, self.refs):
             is_held = not parameter.is_meta
             is_held &= not _is_exact(parameter.dtype, self.dtype)
             changes.append(StorageChange(record, parameter, keep=is_held))

@@ -67,6 +67,18 @@ class Comparison:
     is_altered: torch.Tensor
 
 
+def recorded(
+    tree: ModelTree, fqns: Sequence[str], refs: Sequence[TensorRef]
+) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
+    """The parameters of an edit that is being captured, each with its record."""
+    for fqn, ref in zip(fqns, refs, strict=True):
+        module, parameter = ref.owner(), ref()
+        assert module is not None
+        assert parameter is not None
+        record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
+        yield record, parameter
+
+
 class StorageChange(HeldOriginal):
     """The storage of a parameter before a cast.
 
@@ -393,11 +405,7 @@ class Store(EditBase):
         Of the storage, these are dtype, layout, NaN payloads and digest.
         """
         changes = []
-        for fqn, ref in zip(self.fqns, self.refs, strict=True):
-            module, parameter = ref.owner(), ref()
-            assert module is not None
-            assert parameter is not None
-            record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
+        for record, parameter in recorded(tree, self.fqns, self.refs):
             change = StorageChange(
                 record,
                 parameter,

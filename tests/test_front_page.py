@@ -1,0 +1,60 @@
+"""The figures of README.md, which is the site's front page, are those that commands saved."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support import pages
+
+README = " ".join((pages.ROOT / "README.md").read_text(encoding="utf-8").split())
+WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen"}
+
+
+@pytest.fixture(scope="module")
+def front(figures: Callable[[str], Any]) -> Any:
+    return figures("front")
+
+
+@pytest.fixture(scope="module")
+def saved(front: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(front.FIGURES.read_text(encoding="utf-8"))
+    return found
+
+
+def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, Any]) -> None:
+    assert saved["divergence_left"] == pytest.approx(front.merge_losses())
+    lost = {way: f"{100 * part:.2g} %" for way, part in saved["divergence_left"].items()}
+    assert f"{lost[front.HALF]} of the fine-tune is lost" in README
+    assert f"PEFT's merge in 4 bits loses {lost[front.PEFTS]} and a reload in bfloat16 {lost[front.RELOAD]}" in README
+    assert f"as small as the 4-bit base, and {lost[front.QUANTIZED]} is lost" in README
+
+
+def test_a_step_of_the_picture_is_predicted_as_it_was_drawn(front: Any, saved: dict[str, Any]) -> None:
+    assert list(saved["peak_bytes"]) == list(front.STEP_LABELS)
+    assert front.step(saved["model"], "none").peak_bytes == saved["peak_bytes"]["none"]
+
+
+def test_what_pefts_function_leaves_is_what_was_measured(figures: Callable[[str], Any]) -> None:
+    ways = json.loads(figures("pictures").FIGURES.read_text(encoding="utf-8"))["ways"]
+    peft = ways.pop("peft")
+    assert f"PEFT's function leaves {peft['left']['dtypes']} tensors of a Mistral-7B in float32" in README
+    assert f"{int(peft['left_bytes'] / 2**20)} MiB more, and {peft['left']['attributes']} changed modules" in README
+    assert not any(any(way["left"].values()) for way in ways.values())
+
+
+def test_as_many_faults_of_a_merge_are_named_as_their_page_lists() -> None:
+    page = (pages.DOCS / "measure.md").read_text(encoding="utf-8")
+    section = page.partition("## What it finds\n")[2].partition("\n## ")[0]
+    faults = re.findall(r"^\| (?!finding)", section, re.MULTILINE)
+    assert f"[{WORDS[len(faults)]} faults of a merge]" in README
+
+
+def test_as_many_published_runs_are_near_as_their_page_says() -> None:
+    page = (pages.DOCS / "published.md").read_text(encoding="utf-8")
+    [(near, count)] = re.findall(r"\*\*(\d+) of (\d+) published runs are predicted within 2 %", page)
+    assert f"[{count} peaks that others measured on GPUs](docs/published.md), {near} are predicted within 2 %" in README
