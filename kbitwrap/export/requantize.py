@@ -18,7 +18,7 @@ _MOST_ROUNDED = 2.0**-7  # of the largest value, by rounding to half
 _MOST_CLIPPED = 1e-3  # of a weight's elements, beyond the codes of their groups
 # The elements that are rounded at once: whole bytes of codes, whole words of random
 # numbers, and few enough for a CPU's cache.
-_AT_ONCE = 1 << 17
+_AT_ONCE = 1 << 18
 _REMEDY = "merge it as 'mixed' or 'half', which lose nothing"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensors.codes import Codes
+from ..tensors.codes import Codes, EvenCodes, TableCodes
 from ..tensors.lazy import LazyTensor
 from .quantization import is_quantized_parameter
 from .wrappers import loaded_class
@@ -286,10 +286,8 @@ def codes_of(module: nn.Module) -> Codes | None:
     weight = unpacked_copy(module.get_parameter("weight"))
     stored = weight.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
     if weight.dtype == torch.int8:
-        codes = torch.arange(256, device=stored.device).to(torch.uint8)
-        values = codes.view(torch.int8).float() / 127
         scales = _scales_of_rows(module, weight)
-        return Codes(stored, values, scales.float(), weight.shape[1])
+        return EvenCodes(stored, 1 / 127, scales.float(), weight.shape[1])
 
     state = quant_state_of(module, weight)
     if state is None:
@@ -298,7 +296,7 @@ def codes_of(module: nn.Module) -> Codes | None:
     values = state.code.float().clone()
     [zeros] = (values == 0).nonzero(as_tuple=True)
     values[zeros[1:]] = -_NEXT_TO_ZERO  # fp4 has a -0, which stays another code
-    return Codes(stored, values, _scales_of_blocks(state).float(), state.blocksize)
+    return TableCodes(stored, values, _scales_of_blocks(state).float(), state.blocksize)
 
 
 def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:

@@ -6,13 +6,13 @@ A code stands for a value out of a table, times the scale of its group of elemen
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-_ONE = 1 << 16  # the parts that a step between two codes is counted in
 _NUM_BYTES = 1 << 8
 # The part of its scale that the largest of a group may lose without being counted.
 # Those at the ends cannot grow; rounding to 4 bits is off by as much there.
@@ -34,11 +34,15 @@ class RandomNumbers:
         self._bits = numpy.random.Philox(key=key)
 
     def draw(self, number: int) -> Tensor:
-        """The next of them: int16, uniform, on the CPU. Four are cut from each word of 64 bits."""
+        """The next of them: float32, uniform between -1/2 and 1/2, on the CPU.
+
+        Each is in the middle of one of 2**16 parts. Four are cut from a word of 64 bits.
+        """
         num_words = -(-number // 4)
         words = self._bits.random_raw(num_words)
-        numbers = words.astype("<u8", copy=False).view("<i2")
-        return torch.from_numpy(numbers)[:number]
+        integers = words.astype("<u8", copy=False).view("<i2")
+        numbers = torch.from_numpy(integers)[:number].float()
+        return numbers.add_(0.5).mul_(2**-16)
 
 
 @dataclass(frozen=True)
@@ -57,70 +61,26 @@ class Rounded:
     num_clipped: int
 
 
-class _ByByte:
-    """The entries of a table for each byte, which has one or two.
-
-    Two are gathered as one number of 8 bytes, in a fourth of the time of a row of two.
-
-    Args:
-        entries: Of shape ``(256, per_byte)``, in a dtype of 4 bytes.
-    """
-
-    def __init__(self, entries: Tensor) -> None:
-        self._dtype = entries.dtype
-        whole = torch.int64 if entries.shape[1] == 2 else torch.int32
-        self._table = entries.contiguous().view(whole).view(-1)
-
-    def of(self, stored: Tensor) -> Tensor:
-        """The entries of some bytes, flat."""
-        return self._table.index_select(0, stored).view(self._dtype)
-
-
-class Codes:
+class Codes(ABC):
     """The codes of a weight.
 
     Args:
-        stored: The bytes that hold them: uint8, flat. Of two in a byte the first is in
-            its upper half.
-        values: The value of each code in float32, no two the same: 16 of codes of half
-            a byte, or 256.
+        stored: The bytes that hold them: uint8, flat.
+        values: The value of each code in float32, no two the same.
         scales: The scale of each group: float32, flat.
         group_size: The number of consecutive elements in a group.
     """
+
+    per_byte: int
+    """The number of codes in a byte."""
 
     def __init__(
         self, stored: Tensor, values: Tensor, scales: Tensor, group_size: int
     ) -> None:
         self._stored = stored
+        self._values = values
         self._scales = scales
         self._group_size = group_size
-        self._is_half = len(values) < _NUM_BYTES
-
-        # A place is that of a code in the order of values.
-        self._values, names = values.sort()
-        places = names.argsort()
-
-        steps = self._values.diff()
-        self._are_even = torch.allclose(steps, steps[0])
-        # The steps from each value upwards and downwards. Beyond the ends it is as far
-        # as is not counted.
-        end = steps.new_tensor([_MOST_BEYOND])
-        above = torch.cat([steps, end])
-        below = torch.cat([end, steps])
-        # Counted from the middle, a float32 holds the sum of a place and a random
-        # number, which is uniform around half a step, without rounding it.
-        self._middle = len(values) // 2
-        from_middle = torch.arange(len(values)) - self._middle
-        centers = (from_middle + 0.5) * _ONE + 0.5
-        centers = centers.to(values.device)
-
-        # by bytes, of which each has one or two codes
-        in_bytes = places[self._codes_in_bytes(values.device)]
-        self._of_codes = _ByByte(self._values[in_bytes])
-        self._centers = _ByByte(centers[in_bytes])
-        self._above = _ByByte(_ONE / above[in_bytes])
-        self._below = _ByByte(_ONE / below[in_bytes])
-        self._bytes = self._bytes_of_places(names)
 
     def has_scales_of(self, other: Codes) -> bool:
         """Whether the same codes are the same values in both."""
@@ -128,11 +88,6 @@ class Codes:
             return False
 
         return torch.equal(self._scales, other._scales)
-
-    @property
-    def per_byte(self) -> int:
-        """The number of codes in a byte."""
-        return 2 if self._is_half else 1
 
     def round_at_random(
         self, start: int, delta: Tensor, random: RandomNumbers
@@ -154,97 +109,189 @@ class Codes:
         if missing:
             delta = nn.functional.pad(delta, (0, missing))
         scales = self._scales_from(start, len(delta))
-        added = delta / scales
-
-        # The way to go is counted in parts of a step.
-        way = added.clamp(min=0)
-        way *= self._above.of(stored)
-        way_down = added.clamp(max=0)
-        way_down *= self._below.of(stored)
-        way += way_down
-        del way_down
-
+        added = delta.view(len(scales), -1) / scales
         numbers = random.draw(len(delta)).to(delta.device)
-        reached = self._centers.of(stored)
-        reached += numbers
-        reached += way
-        places = reached.mul_(1 / _ONE).floor_()
-        places += self._middle
-        places.clamp_(0, len(self._values) - 1)
 
-        num_clipped = 0
-        values = self._of_codes.of(stored)
-        shortest, longest = way.aminmax()
-        if max(-shortest, longest) > _ONE:
-            [far] = (way.abs_() > _ONE).nonzero(as_tuple=True)
-            wanted = values[far] + added[far]
-            num_clipped = self._num_clipped(wanted)
-            if not self._are_even:  # the steps on the way have other lengths
-                places[far] = self._round(wanted, numbers[far])
-
-        codes = self._pack(places)
-        off = self._of_codes.of(codes.int())
-        off -= values
-        off *= scales
+        rounded, off, num_clipped = self._add(stored, added.flatten(), numbers)
+        off.view(len(scales), -1).mul_(scales)
         off -= delta
-        return Rounded(codes, off[:number], num_clipped)
-
-    def _num_clipped(self, reached: Tensor) -> int:
-        """The number of values that are well beyond the last code.
-
-        They are among those that are more than a step away from theirs, as that is the
-        least beyond the ends.
-        """
-        is_below = reached < self._values[0] - _MOST_BEYOND
-        is_above = reached > self._values[-1] + _MOST_BEYOND
-        return int((is_below | is_above).sum())
+        return Rounded(rounded, off[:number], num_clipped)
 
     def values_of(self, start: int, number: int) -> Tensor:
         """The values of some elements, the first at the beginning of a byte: flat, float32."""
-        stored = self._bytes_of(start, number)
-        values = self._of_codes.of(stored)[:number]
-        return values.mul_(self._scales_from(start, number))
+        scales = self._scales_from(start, number)
+        values = self._values_in(self._bytes_of(start, number))[:number]
+        return values.view(len(scales), -1).mul_(scales).flatten()
+
+    @abstractmethod
+    def _values_in(self, stored: Tensor) -> Tensor:
+        """The values of the codes in some bytes, in parts of their scales, as a new tensor."""
+
+    @abstractmethod
+    def _add(
+        self, stored: Tensor, added: Tensor, numbers: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Round sums at random.
+
+        Args:
+            stored: Bytes of codes.
+            added: What to add to the value of each, in parts of its scale.
+            numbers: Random numbers, in steps between two codes.
+
+        Returns:
+            The bytes of the new codes; their values less those of the old ones, in parts
+            of their scales; and the number of sums that are clipped.
+        """
+
+    def _num_clipped(self, sums: Tensor) -> int:
+        """The number of sums that are well beyond the last code."""
+        is_below = sums < self._values.min() - _MOST_BEYOND
+        is_above = sums > self._values.max() + _MOST_BEYOND
+        return int((is_below | is_above).sum())
 
     def _bytes_of(self, start: int, number: int) -> Tensor:
-        """The bytes that hold some elements, as integers."""
+        """The bytes that hold some elements."""
         num_bytes = -(-number // self.per_byte)
-        return self._stored[start // self.per_byte :][:num_bytes].int()
-
-    def _round(self, reached: Tensor, numbers: Tensor) -> Tensor:
-        """The places of values that are more than a step away from their code."""
-        last = len(self._values) - 1
-        upper = torch.bucketize(reached, self._values).clamp_(1, last)
-        lower = upper - 1
-        value = self._values[lower]
-        step = self._values[upper] - value
-        way = (reached - value) / step * _ONE
-        needed = numbers + (_ONE / 2 + 0.5)
-        is_upper = needed < way
-        return (lower + is_upper).float()
+        return self._stored[start // self.per_byte :][:num_bytes]
 
     def _scales_from(self, start: int, number: int) -> Tensor:
-        """The scale of each of some elements; none is 0, which nothing is divided by."""
+        """The scales of some elements, none of them 0, which nothing is divided by.
+
+        They are a column: of groups, where the elements fill theirs, or of elements.
+        """
         size = self._group_size
         first = start // size
-        groups = self._scales[first : -(-(start + number) // size), None]
+        scales = self._scales[first : -(-(start + number) // size), None]
         tiny = torch.finfo(torch.float32).tiny
-        groups = torch.where(groups == 0, tiny, groups)
-        scales = groups.expand(-1, size).reshape(-1)
+        scales = torch.where(scales == 0, tiny, scales)
         before = start - first * size
-        return scales[before:][:number]
+        if before == 0 and number % size == 0:
+            return scales
 
-    def _codes_in_bytes(self, device: torch.device) -> Tensor:
-        """The codes in each byte, of shape ``(256, per_byte)``."""
-        byte = torch.arange(_NUM_BYTES, device=device)
-        if not self._is_half:
-            return byte.unsqueeze(1)
-        return torch.stack([byte >> _HALF_BYTE, byte & 0x0F], dim=1)
+        of_elements = scales.expand(-1, size).reshape(-1, 1)
+        return of_elements[before:][:number]
+
+
+class EvenCodes(Codes):
+    """Codes of a byte, each of which stands for as many steps as its int8 says.
+
+    Args:
+        stored: The bytes: uint8, flat.
+        step: The length of a step.
+        scales: The scale of each group: float32, flat.
+        group_size: The number of consecutive elements in a group.
+    """
+
+    per_byte = 1
+
+    def __init__(
+        self, stored: Tensor, step: float, scales: Tensor, group_size: int
+    ) -> None:
+        self._num_steps = torch.iinfo(torch.int8)
+        every = torch.arange(self._num_steps.min, self._num_steps.max + 1)
+        values = every.to(stored.device) * step
+        super().__init__(stored, values, scales, group_size)
+        self._step = step
+
+    def _values_in(self, stored: Tensor) -> Tensor:
+        return stored.view(torch.int8).float().mul_(self._step)
+
+    def _add(
+        self, stored: Tensor, added: Tensor, numbers: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        before = stored.view(torch.int8).float()
+        sums = added / self._step
+        sums += before
+
+        num_clipped = 0
+        least, most = sums.aminmax()
+        if least < self._num_steps.min or most > self._num_steps.max:
+            num_clipped = self._num_clipped(sums * self._step)
+
+        sums += numbers
+        after = sums.round_().clamp_(self._num_steps.min, self._num_steps.max)
+        rounded = after.to(torch.int8).view(torch.uint8)
+        return rounded, after.sub_(before).mul_(self._step), num_clipped
+
+
+class TableCodes(Codes):
+    """Codes of half a byte, which stand for the values of a table.
+
+    Args:
+        stored: The bytes, each with its first code in the upper half: uint8, flat.
+        values: The value of each of the 16 codes in float32, no two the same.
+        scales: The scale of each group: float32, flat.
+        group_size: The number of consecutive elements in a group.
+    """
+
+    per_byte = 2
+
+    def __init__(
+        self, stored: Tensor, values: Tensor, scales: Tensor, group_size: int
+    ) -> None:
+        super().__init__(stored, values, scales, group_size)
+        # A place is that of a code in the order of values.
+        self._in_order, names = values.sort()
+        places = names.argsort()
+
+        # The steps from each value upwards and downwards. Beyond the ends it is as far
+        # as is not counted.
+        steps = self._in_order.diff()
+        end = steps.new_tensor([_MOST_BEYOND])
+        above = torch.cat([steps, end])
+        below = torch.cat([end, steps])
+
+        byte = torch.arange(_NUM_BYTES, device=values.device)
+        codes = torch.stack([byte >> _HALF_BYTE, byte & 0x0F], dim=1)
+        in_bytes = places[codes]
+        self._of_codes = _ByByte(values[codes])
+        self._above = _ByByte(1 / above[in_bytes])
+        self._below = _ByByte(1 / below[in_bytes])
+        self._places = _ByByte(in_bytes.to(torch.int8))
+        self._bytes = self._bytes_of_places(names)
+
+    def _values_in(self, stored: Tensor) -> Tensor:
+        return self._of_codes.of(stored.int())
+
+    def _add(
+        self, stored: Tensor, added: Tensor, numbers: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        indices = stored.int()
+        # The way is counted in steps. Nearly all are shorter than one.
+        way = self._above.of(indices).mul_(added.clamp(min=0))
+        way += self._below.of(indices).mul_(added.clamp(max=0))
+        shortest, longest = way.aminmax()
+        far = None
+        if max(-shortest, longest) > 1:
+            [far] = (way.abs() > 1).nonzero(as_tuple=True)
+
+        way += numbers
+        places = self._places.of(indices)
+        places += way.round_().to(torch.int8)
+
+        num_clipped = 0
+        values = self._of_codes.of(indices)
+        if far is not None:
+            sums = values[far] + added[far]
+            num_clipped = self._num_clipped(sums)
+            places[far] = self._places_around(sums, numbers[far])
+
+        rounded = self._pack(places)
+        change = self._values_in(rounded).sub_(values)
+        return rounded, change, num_clipped
+
+    def _places_around(self, sums: Tensor, numbers: Tensor) -> Tensor:
+        """The places of sums that are more than a step away from their code."""
+        last = len(self._in_order) - 1
+        upper = torch.bucketize(sums, self._in_order).clamp_(1, last)
+        lower = upper - 1
+        value = self._in_order[lower]
+        step = self._in_order[upper] - value
+        is_upper = numbers + 0.5 < (sums - value) / step
+        return (lower + is_upper).to(torch.int8)
 
     def _bytes_of_places(self, names: Tensor) -> Tensor:
-        """The byte that holds the codes of one place, or of two that are the bytes of an index."""
-        if not self._is_half:
-            return names.to(torch.uint8)
-
+        """The byte that holds the codes of two places, which are the bytes of an index."""
         number = len(names)
         every = torch.arange(number)
         pairs = torch.cartesian_prod(every, every)
@@ -257,8 +304,26 @@ class Codes:
         return table.to(names.device)
 
     def _pack(self, places: Tensor) -> Tensor:
-        """The bytes that hold the codes at some places, which are whole numbers in float32."""
-        indices = places.int()
-        if self._is_half:
-            indices = indices.to(torch.uint8).view(torch.int16).int()
+        """The bytes that hold the codes at some places, beyond the last at the last."""
+        places.clamp_(0, len(self._in_order) - 1)
+        indices = places.view(torch.int16).int()
         return self._bytes.index_select(0, indices)
+
+
+class _ByByte:
+    """The two entries of a table for each byte.
+
+    Both are gathered as one number, in a fourth of the time of a row of two.
+
+    Args:
+        entries: Of shape ``(256, 2)``, in float32 or int8.
+    """
+
+    def __init__(self, entries: Tensor) -> None:
+        self._dtype = entries.dtype
+        pair = torch.int64 if entries.dtype == torch.float32 else torch.int16
+        self._table = entries.contiguous().view(pair).view(-1)
+
+    def of(self, indices: Tensor) -> Tensor:
+        """The entries of some bytes, which are int32: flat."""
+        return self._table.index_select(0, indices).view(self._dtype)
