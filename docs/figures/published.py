@@ -2,10 +2,11 @@
 
     python docs/figures published [--from] [WORD ...]
 
-The measurements are those of published.csv, in this folder, by others; WORD picks the rows that have it in their
-source, model or settings. Models are built from their published shapes: nothing is downloaded. The result is the data
-of docs/benchmarks/published.json, its picture docs/pictures/published.svg, and the table of docs/published.md, of all
-rows; with `--from` picture and table show the data again.
+The measurements are those of published.csv, in this folder, by others. Models are built from their published shapes:
+nothing is downloaded. The result is the data of docs/benchmarks/published.json, its picture
+docs/pictures/published.svg, and the table of docs/published.md. WORD picks the rows that have it in their source,
+model or settings: these are predicted, and the others stay as the data have them. With `--from` nothing is predicted,
+and picture and table show the data again.
 
 A prediction follows the libraries that are installed. Where a run's version of transformers computed the loss
 otherwise, the row says so in its column `code`, and the same is written out here: in 4.39 to 4.45 the logits became
@@ -14,6 +15,7 @@ float32 at once, and were copied without their last position; in 4.48 the loss d
 all heads (`flash-expanded`). `keeps-output` are scripts that hold the model's output, and so its logits, to the end;
 `mean` is a notebook that does so too, whose loss is the mean of the logits, without an optimizer; in its version of
 bitsandbytes, 4-bit layers kept their inputs by themselves, so that checkpointing that is not reentrant kept them too.
+`trl-0.27`, `trl-0.29` and `trl-1.14` are steps of TRL's trainer; published_trl.py says how these computed the loss.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     BitsAndBytesConfig,
+    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -45,9 +48,11 @@ from transformers import (
     Qwen2Config,
 )
 
+import trl
 from kbitwrap import StepMemory, predict_step
 from kbitwrap.bench.plot import STYLE
 from kbitwrap.model.pretrained import meta_model
+from published_trl import LOSSES, arguments, loss_of
 from sections import DOCS, replace_section
 
 MEASURED = Path(__file__).with_name("published.csv")
@@ -58,6 +63,9 @@ SOURCES = {
     "fsdp_qlora": "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/nbs/00-profile_lora_qlora.ipynb",
     "fitcheck": "https://github.com/Anassbzdd/fitcheck/tree/main/data/measurements",
     "fms-acceleration": "https://github.com/foundation-model-stack/fms-acceleration/tree/main/scripts/benchmarks/refs",
+    "can-i-finetune-this": "https://github.com/DaoyuanLi2816/can-i-finetune-this/tree/main/benchmarks/results",
+    "backpropagate": "https://github.com/mcp-tool-shop-org/backpropagate/tree/main/docs/receipts",
+    "explore-persona-space": "https://github.com/superkaiba/explore-persona-space/tree/main/eval_results/infra_tier1_benchmarks",
 }
 
 
@@ -87,14 +95,22 @@ MODELS: dict[str, PretrainedConfig] = {
     ),
     "Llama-2-70b": _config(LlamaConfig, 8192, 28672, 80, 64, 8, 32001, False, max_position_embeddings=4096),
     "PowerLM-3b": _config(GraniteConfig, 2304, 9216, 40, 36, 36, 49152, True),
+    "Qwen2.5-0.5B-Instruct": _config(Qwen2Config, 896, 4864, 24, 14, 2, 151936, True),
     "Qwen2.5-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-Coder-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-3B-Instruct": _config(Qwen2Config, 2048, 11008, 36, 16, 2, 151936, True),
     "Qwen2.5-7B-Instruct": _config(Qwen2Config, 3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen2.5-14B-Instruct": _config(Qwen2Config, 5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-32B-Instruct": _config(Qwen2Config, 5120, 27648, 64, 40, 8, 152064, False),
     "SmolLM2-135M": _config(LlamaConfig, 576, 1536, 30, 9, 3, 49152, True),
     "SmolLM2-360M": _config(LlamaConfig, 960, 2560, 32, 15, 5, 49152, True),
     "SmolLM2-1.7B": _config(LlamaConfig, 2048, 8192, 24, 32, 32, 49152, True),
     "TinyLlama-1.1B-Chat-v1.0": _config(LlamaConfig, 2048, 5632, 22, 32, 4, 32000, False),
     "Mistral-7B-Instruct-v0.3": _config(MistralConfig, 4096, 14336, 32, 32, 8, 32768, False, sliding_window=None),
+    "Mistral-Small-24B-Instruct-2501": _config(
+        MistralConfig, 5120, 32768, 40, 32, 8, 131072, False, head_dim=128, sliding_window=None
+    ),
+    "tiny-gpt2": GPT2Config(n_embd=2, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"]),
     "deepseek-coder-1.3b-instruct": _config(LlamaConfig, 2048, 5504, 24, 16, 16, 32256, False),
     "Llama-3.2-1B-Instruct": _config(LlamaConfig, 2048, 8192, 16, 32, 8, 128256, True),
     "Llama-3.2-3B-Instruct": _config(LlamaConfig, 3072, 8192, 28, 24, 8, 128256, True),
@@ -139,17 +155,22 @@ def _let_go(module: nn.Module, args: Any) -> None:
     _held.clear()
 
 
+def _quantization(row: dict[str, str]) -> BitsAndBytesConfig | None:
+    if row["base"] == "half":
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=getattr(torch, row["dtype"]),
+        bnb_4bit_use_double_quant=row["base"] == "nf4-double",
+    )
+
+
 def _model(row: dict[str, str]) -> nn.Module:
     config = MODELS[row["model"]]
     config._attn_implementation = "eager" if row["attention"] == "eager" else "sdpa"
     dtype = getattr(torch, row["dtype"])
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_use_double_quant=row["base"] == "nf4-double",
-    )
-    model: Any = meta_model(config, None if row["base"] == "half" else nf4, dtype)
+    model: Any = meta_model(config, _quantization(row), dtype)
     if row["code"] in ("4.39", "4.45", "4.48"):
         model.loss_function = _shifted_loss
     if row["code"] == "4.39":
@@ -199,20 +220,44 @@ def _attention(kind: str) -> Iterator[None]:
 def _inputs(row: dict[str, str]) -> dict[str, torch.Tensor]:
     """What the run's model was called with: the labels were the tokens themselves, or beside a mask of ones."""
     tokens = torch.full((int(row["batch"]), int(row["seq"])), 5)
-    if row["source"].startswith("fms"):
+    if row["source"].startswith(("fms", "can-i-finetune")):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
     return {"input_ids": tokens, "labels": tokens}
 
 
+def _lora(row: dict[str, str]) -> peft.LoraConfig:
+    targets: str | list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if row["code"] == "mean":
+        targets = ["q_proj", "v_proj"]
+    elif row["targets"]:
+        targets = row["targets"] if row["targets"] == "all-linear" else row["targets"].split()
+    return peft.LoraConfig(
+        r=int(row["rank"]), lora_dropout=float(row["dropout"]), target_modules=targets, task_type="CAUSAL_LM"
+    )
+
+
+def _predict_trainer(row: dict[str, str]) -> StepMemory:
+    """The prediction for a row of TRL's trainer."""
+    source: Any = MODELS[row["model"]]
+    source._attn_implementation = row["attention"]
+    dtype = getattr(torch, row["dtype"])
+    with loss_of(row["code"]):
+        return predict_step(
+            source,
+            quantization_config=_quantization(row),
+            dtype=dtype,
+            args=arguments(row),
+            precision="peft" if row["way"] == "peft" else "unprepared",
+            lora=_lora(row),
+        )
+
+
 def predict(row: dict[str, str]) -> StepMemory:
     """The prediction for one row."""
+    if row["code"] in LOSSES:
+        return _predict_trainer(row)
     model, way = _model(row), row["way"]
-    lora = peft.LoraConfig(
-        r=int(row["rank"]),
-        lora_dropout=float(row["dropout"]),
-        target_modules=["q_proj", "v_proj"] if row["code"] == "mean" else ["q_proj", "k_proj", "v_proj", "o_proj"],
-        task_type="CAUSAL_LM",
-    )
+    lora = _lora(row)
     reentrant = {"use_reentrant": row["source"].startswith("fms")}
     if way == "norms-stored":  # PEFT's function, after which TRL casts embeddings and head back
         tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
@@ -227,6 +272,7 @@ def predict(row: dict[str, str]) -> StepMemory:
     if row["code"] == "mean":  # adapters in bfloat16
         with torch.device("meta"):
             model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    own = "sgd" if row["code"] == "mean" else "adamw_torch"
     with _attention(row["attention"]):
         return predict_step(
             model,
@@ -235,13 +281,31 @@ def predict(row: dict[str, str]) -> StepMemory:
             seq_len=int(row["seq"]),
             inputs=_inputs(row),
             lora=None if row["code"] == "mean" else lora,
-            optimizer="sgd" if row["code"] == "mean" else "adamw_torch",
+            optimizer=row["optimizer"] or own,
             autocast=row["autocast"] or None,
+            gradient_checkpointing=row["checkpointing"] != "off",
             gradient_checkpointing_kwargs=reentrant,
         )
 
 
 FIGURES = ("forward_bytes", "backward_bytes", "optimizer_bytes", "peak_bytes")
+
+
+def _figures(row: dict[str, str], step: StepMemory) -> dict[str, int]:
+    """What is predicted of what a row measured."""
+    predicted = {name: getattr(step, name) for name in ("static_bytes", *FIGURES)}
+    state, batch = (step.static_by_kind.get(kind, 0) for kind in ("optimizer", "inputs"))
+    if row["source"].startswith(("fitcheck", "can-i-finetune")):  # read before both are there
+        predicted["static_bytes"] -= state + batch
+    if row["steps"] == "1":  # the optimizer makes its state at the step's end
+        for name in ("forward_bytes", "backward_bytes"):
+            predicted[name] -= state
+        predicted["peak_bytes"] = max(predicted[name] for name in FIGURES[:3])
+    return predicted
+
+
+def _settings(row: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in row.items() if not key.endswith("_bytes") and value}
 
 
 def compared(row: dict[str, str]) -> dict[str, Any]:
@@ -250,11 +314,9 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
     step = predict(row)
     _held.clear()
     measured = {name: int(row[name]) for name in ("static_bytes", *FIGURES) if row[name]}
-    predicted = {name: getattr(step, name) for name in ("static_bytes", *FIGURES)}
-    if row["source"].startswith("fitcheck"):  # read before the optimizer has a state, and a batch
-        predicted["static_bytes"] -= sum(step.static_by_kind.get(kind, 0) for kind in ("optimizer", "inputs"))
+    predicted = _figures(row, step)
     errors = {name: round(100 * (predicted[name] / value - 1), 2) for name, value in measured.items()}
-    settings = {key: value for key, value in row.items() if not key.endswith("_bytes") and value}
+    settings = _settings(row)
     least, most = (predicted["peak_bytes"] + number for number in step.unknown_bytes)
     return settings | {
         "measured": measured,
@@ -267,6 +329,18 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def _code(row: dict[str, Any]) -> str:
+    """How a run computed otherwise than the libraries that predict, and otherwise than the other runs."""
+    words = [row.get("code", "")]
+    if "packed" in row:
+        words.append("packed")
+    if "steps" in row:
+        words.append("first step")
+    if "checkpointing" in row:
+        words.append("no checkpointing")
+    return ", ".join(word for word in words if word)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: measured and predicted peaks in MiB, and the errors in percent."""
     head = ("source", "model", "base", "preparation", "attention", "code", "batch x tokens", "measured", "predicted")
@@ -275,7 +349,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         errors = row["error_percent"]
         cells = [row[key] for key in ("source", "model", "base", "way", "attention")]
-        cells += [row.get("code", ""), f"{row['batch']} x {row['seq']}"]
+        cells += [_code(row), f"{row['batch']} x {row['seq']}"]
         cells += [f"{row[key]['peak_bytes'] / 2**20:,.1f}" for key in ("measured", "predicted")]
         names = ("peak", "forward", "backward", "optimizer", "static")
         found = [f"{errors[f'{name}_bytes']:+.2f}" if f"{name}_bytes" in errors else "" for name in names]
@@ -284,7 +358,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
-COLORS = {"fitcheck": "#0072b2", "fms-acceleration": "#d55e00", "fsdp_qlora": "#009e73"}
+COLORS = {
+    "fitcheck": "#0072b2",
+    "fms-acceleration": "#d55e00",
+    "fsdp_qlora": "#009e73",
+    "can-i-finetune-this": "#cc79a7",
+    "backpropagate": "#e69f00",
+    "explore-persona-space": "#56b4e9",
+}
 GIB = 2**30
 
 
@@ -300,7 +381,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
         look = {"color": color, "s": 22, "alpha": 0.65, "linewidths": 0, "zorder": 3}
         peaks.scatter(measured, predicted, label=f"{name}: {len(of_source)} runs", **look)
         errors.scatter(measured, off, **look)
-    least, most = 0.8, 80
+    least, most = 0.08, 80
     peaks.plot([least, most], [least, most], color="#8c959f", linewidth=0.8, zorder=1)
     errors.axhline(0, color="#8c959f", linewidth=0.8, zorder=1)
     errors.axhspan(-2, 2, color="#8c959f", alpha=0.15, linewidth=0, zorder=0)
@@ -320,12 +401,12 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     peaks.yaxis.set_major_locator(FixedLocator(TICKS))
     peaks.yaxis.set_minor_locator(NullLocator())
     peaks.yaxis.set_major_formatter("{x:g}")
-    errors.set_ylim(-8, 4)
+    errors.set_ylim(-17, 4)
     peaks.legend(loc="upper left", frameon=False, fontsize=8)
     return figure
 
 
-TICKS = (1, 2, 4, 8, 16, 32, 64)
+TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -333,6 +414,18 @@ def show(rows: list[dict[str, Any]]) -> None:
     with matplotlib.rc_context(STYLE):
         draw(rows).savefig(PICTURE, metadata={"Date": None})
     replace_section(PAGE, "published", table(rows))
+
+
+def _kept(versions: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows of the data, which have to be of the versions that predict now."""
+    saved = json.loads(DATA.read_text())
+    if not saved["versions"].items() <= versions.items():
+        raise SystemExit(f"the data are of {saved['versions']}: without words, all rows are predicted")
+    return saved["rows"]  # type: ignore[no-any-return]
+
+
+def _is_of(found: dict[str, Any], row: dict[str, str]) -> bool:
+    return {name: found[name] for name in row if name in found} == _settings(row)
 
 
 def main() -> None:
@@ -347,15 +440,18 @@ def main() -> None:
         return
     with open(MEASURED, newline="") as file:
         given = list(csv.DictReader(file))
-    rows = [row for row in given if all(any(word in cell for cell in row.values()) for word in words)]
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, peft, trl)}
+    kept = _kept(versions) if words else []
     results = []
-    for row in rows:
-        found = compared(row)
-        results.append(found)
-        print(*(row[key] for key in ("source", "model", "base", "way", "attention", "batch", "seq")), end=" ")
-        print(found["error_percent"], f"{found['seconds']} s", flush=True)
-    if not words:
-        versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
-        result = {"versions": versions, "sources": SOURCES, "rows": results}
-        DATA.write_text(json.dumps(result, indent=1) + "\n")
-        show(results)
+    for row in given:
+        of_before = [found for found in kept if _is_of(found, row)]
+        if all(any(word in cell for cell in row.values()) for word in words):
+            found = compared(row)
+            print(*(row[key] for key in ("source", "model", "base", "way", "attention", "batch", "seq")), end=" ")
+            print(found["error_percent"], f"{found['seconds']} s", flush=True)
+            results.append(found)
+        else:
+            results += of_before[:1]
+    result = {"versions": versions, "sources": SOURCES, "rows": results}
+    DATA.write_text(json.dumps(result, indent=1) + "\n")
+    show(results)

@@ -1,0 +1,57 @@
+"""The page of published figures: every measurement is predicted, and its counts are those of the data."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from typing import Any
+
+import pytest
+
+from support import pages
+
+FIGURES = pages.DOCS / "figures"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    data = json.loads((pages.DOCS / "benchmarks" / "published.json").read_text(encoding="utf-8"))
+    return list(data["rows"])
+
+
+def _near(rows: list[dict[str, Any]], percent: float) -> int:
+    errors = [abs(row["error_percent"]["peak_bytes"]) for row in rows]
+    return sum(error <= percent for error in errors)
+
+
+def test_every_measurement_is_predicted(rows: list[dict[str, Any]]) -> None:
+    with open(FIGURES / "published.csv", newline="", encoding="utf-8") as file:
+        given = list(csv.DictReader(file))
+    peaks = [int(row["peak_bytes"]) for row in given]
+    assert [row["measured"]["peak_bytes"] for row in rows] == peaks
+    for row, measured in zip(rows, given, strict=True):
+        settings = {name: value for name, value in measured.items() if value and not name.endswith("_bytes")}
+        assert settings.items() <= row.items()
+
+
+def test_the_page_counts_the_runs_of_the_data(rows: list[dict[str, Any]]) -> None:
+    page = (pages.DOCS / "published.md").read_text(encoding="utf-8")
+    said = f"**{_near(rows, 2)} of {len(rows)} published runs are predicted within 2 %, {_near(rows, 3)} within 3 %"
+    assert said in page
+    table = page.partition("<!-- published -->")[2].partition("<!-- end -->")[0]
+    assert table.count("\n| ") == len(rows) + 2
+
+
+@pytest.mark.parametrize("name", ["published.md", "pictures.md"])
+def test_the_picture_is_said_to_show_the_runs_of_the_data(rows: list[dict[str, Any]], name: str) -> None:
+    page = (pages.DOCS / name).read_text(encoding="utf-8")
+    [(count, near)] = re.findall(r"peaks of (\d+) runs, .*: (\d+) of them within 2 %", page)
+    assert (int(count), int(near)) == (len(rows), _near(rows, 2))
+
+
+def test_other_pages_count_as_many(rows: list[dict[str, Any]]) -> None:
+    pictures = (pages.DOCS / "pictures.md").read_text(encoding="utf-8")
+    assert f"Of {len(rows)} peaks that others measured on GPUs, {_near(rows, 2)} are predicted within 2 %" in pictures
+    step = (pages.DOCS / "step.md").read_text(encoding="utf-8")
+    assert f"[Published figures](published.md) of {len(rows)} real runs" in step
