@@ -55,3 +55,13 @@ def test_other_pages_count_as_many(rows: list[dict[str, Any]]) -> None:
     assert f"Of {len(rows)} peaks that others measured on GPUs, {_near(rows, 2)} are predicted within 2 %" in pictures
     step = (pages.DOCS / "step.md").read_text(encoding="utf-8")
     assert f"[Published figures](published.md) of {len(rows)} real runs" in step
+
+
+def test_the_page_says_how_many_of_fitchecks_peaks_lie_in_range(rows: list[dict[str, Any]]) -> None:
+    of_fitcheck = [row for row in rows if row["source"].startswith("fitcheck")]
+    outside = [row for row in of_fitcheck if not row["in_range"]]
+    below = [1 - row["measured"]["peak_bytes"] / row["range"][0] for row in outside]
+    page = " ".join((pages.DOCS / "published.md").read_text(encoding="utf-8").split())
+    inside = len(of_fitcheck) - len(outside)
+    assert all(0 < share < 0.0006 for share in below)
+    assert f"Of fitcheck's {len(of_fitcheck)} peaks {inside} lie in the predicted range" in page
