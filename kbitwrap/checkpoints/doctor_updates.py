@@ -23,7 +23,7 @@ _MOST = 0.5  # of the updates may be lost
 
 @dataclass(frozen=True)
 class _State:
-    """What Adam keeps of a parameter, and the settings of its group.
+    """The state that Adam keeps of a parameter, and the settings of its group.
 
     Attributes:
         mean: The mean of its gradients, of its shape; in the dtype that it has in
@@ -45,7 +45,7 @@ class _State:
         return rate or float(self.group.get("initial_lr", 0))
 
     def update(self) -> Tensor:
-        """What the next step takes off, in float32, were its gradient the mean."""
+        """The update of the next step in float32, if its gradient were the mean."""
         decay, square_decay = self.group["betas"]
         mean = self.mean.float() / (1 - decay**self.step)
         square = self.square.float() / (1 - square_decay**self.step)

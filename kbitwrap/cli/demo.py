@@ -160,7 +160,7 @@ def _fall(result: Result) -> str:
 
 
 def _conclusion(sides: dict[str, Result], precision: str) -> str:
-    """What is lost in PEFT's way, and what ours keeps."""
+    """The sentence on the loss in PEFT's way, and on what ours keeps."""
     peft, ours = sides["peft"], sides[precision]
     lost = f"In PEFT's way {peft['added_bytes']:,} bytes are added, {_left(peft)}"
     kept = f"In ours {_left(ours)}"
@@ -171,7 +171,7 @@ def _conclusion(sides: dict[str, Result], precision: str) -> str:
 
 
 def _left(side: Result) -> str:
-    """What differs in the end from the model as it was loaded."""
+    """The differences in the end from the model as it was loaded."""
     left = side["left"]
     counts = [f"{what}: {number}" for what, number in left.items() if number]
     if not counts:

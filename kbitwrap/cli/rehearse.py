@@ -112,7 +112,7 @@ class Rehearsal:
         return status
 
     def _limit(self, kernels: str) -> Limit | None:
-        """What was given, or else the memory of the device."""
+        """The budget that was given, or else the memory of the device."""
         budget, device_memory = self._given
         if budget is None and device_memory is None and kernels == "cuda":
             import torch

@@ -34,7 +34,7 @@ _CONTEXT = (
 
 @dataclass(frozen=True)
 class Limit:
-    """What a step has to fit.
+    """The bytes that a step has to fit.
 
     Attributes:
         budget: The bytes that its tensors may take.
@@ -123,7 +123,7 @@ class StepRequest:
         return whose
 
     def predictor(self, precision: str, quantization_config: Any) -> StepPredictor:
-        """What predicts the steps of one precision.
+        """The predictor of one precision.
 
         Args:
             precision: The precision, or ``"peft"``.
@@ -245,7 +245,7 @@ class Predicted:
         return said
 
     def _shortfall(self, budget: int) -> str:
-        """What does not fit a budget, and what does."""
+        """The precisions that do not fit a budget, and those that do."""
         steps = self.steps
         name = min(steps, key=lambda other: steps[other].needed_bytes)
         step = steps[name]

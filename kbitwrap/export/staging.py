@@ -353,7 +353,7 @@ def _move_in(hidden: Path, target: Path) -> None:
     new, old, replaced = hidden / _NEW, hidden / _OLD, hidden / _REPLACED
     old.mkdir()
     _move(reversed(_in_order(target)), old)
-    # If the process stops after this line, `_clear` goes on with the new content.
+    # If the process stops after this line, `_clear` continues with the new content.
     os.rename(old, replaced)
     try:
         _move(_in_order(new), target)

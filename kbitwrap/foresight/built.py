@@ -69,7 +69,7 @@ class Built:
 
     @property
     def note(self) -> str:
-        """What is said of the rows of the step."""
+        """The note on the rows of the step."""
         if not self._rows:
             return ""
         return (

@@ -104,7 +104,7 @@ class Devices:
         return step
 
     def unknown(self, step: Step) -> tuple[Unknown, ...]:
-        """What a library does not promise of a step on several devices.
+        """The bytes that a library does not promise of a step on several devices.
 
         Args:
             step: The step on one device.
@@ -209,7 +209,7 @@ def _changed(step: Step, change: Any) -> Step:
 
 
 def _largest_unit(step: Step) -> Sizes:
-    """What the largest block holds; nothing where all lies in the root."""
+    """The bytes of the largest block; 0 where all lies in the root."""
     return max(
         step.units, key=lambda unit: unit[WEIGHTS] + unit[ADAPTERS], default=Sizes()
     )

@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
 
 
 class _Rise:
-    """What one tensor adds while it is loaded, and what stays of it.
+    """The bytes that one tensor adds while it is loaded, and those that stay.
 
     Attributes:
         highest: The most bytes beside what was there before.
@@ -165,7 +165,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _rise(loaded: _Loaded, quantizes: bool) -> _Rise:
-    """What a parameter takes while it is loaded."""
+    """The bytes of a parameter while it is loaded."""
     if not is_built(loaded.parameter):
         size = _size(loaded.parameter)
         return _Rise(2 * size if loaded.is_merged else size, size)
@@ -174,7 +174,7 @@ def _rise(loaded: _Loaded, quantizes: bool) -> _Rise:
 
 
 def _quantized(loaded: _Loaded) -> _Rise:
-    """What a weight takes while it is quantized: it stays until that is done."""
+    """The bytes of a weight while it is quantized: it stays until that is done."""
     watch = Watch(on_cuda=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         weight = torch.empty_like(loaded.parameter.unpacked, device="cpu")

@@ -276,7 +276,7 @@ class StepPredictor:
         )
 
     def _trainer_notes(self) -> tuple[str, ...]:
-        """What the arguments of a trainer do not say."""
+        """The settings that the arguments of a trainer do not name."""
         trainer = self._made.trainer
         return () if trainer is None else trainer.notes
 

@@ -298,7 +298,7 @@ _PAGED = ("state1", "state2")
 
 
 def on_device(optimizer: Any, parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """What of the state of a parameter lies on a CUDA device, and not in managed memory.
+    """The part of a parameter's state that lies on a CUDA device, and not in managed memory.
 
     Args:
         optimizer: Any optimizer.

@@ -68,7 +68,7 @@ def instead_of_training(
 
 
 class _Changes:
-    """What is changed of the libraries."""
+    """The functions of the libraries that are replaced."""
 
     def __init__(self, act: Act, precision: str) -> None:
         self._act = act

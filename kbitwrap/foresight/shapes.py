@@ -112,7 +112,7 @@ def _tensors(args: Sequence[Any]) -> list[Tensor]:
 
 
 def _on_meta(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """What the operation's own kernel makes."""
+    """The result of the operation's own kernel."""
     made: Tensor = func(*args, **kwargs)
     return made
 

@@ -232,7 +232,7 @@ class Subject:
 
 
 def _told_of(model: nn.Module) -> int | None:
-    """What loading a model would take, if it was built without weights; ``None`` of one that was loaded."""
+    """The bytes that loading a model would take; ``None`` for a model that was loaded with weights."""
     for module in model.modules():
         if LOADING in vars(module):
             return vars(module)[LOADING]  # type: ignore[no-any-return]

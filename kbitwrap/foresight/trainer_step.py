@@ -139,7 +139,7 @@ class TrainerStep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is assumed, and which kernels are followed by a rule."""
+        """The assumptions, and the kernels that a rule follows."""
         notes = self.rehearsal.notes
         return (*notes, SAID) if self._has_fused_heads else notes
 

@@ -142,7 +142,7 @@ class Rehearsal:
         self._token = 0
 
     def source(self, source: Any) -> Any:
-        """What the model is built from: the config of one that scores sequences, where the trainer trains those.
+        """The source of the model: the config of one that scores sequences, where the trainer trains those.
 
         Args:
             source: A model, or a name, folder or config of one.
@@ -226,7 +226,7 @@ class Rehearsal:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is assumed that the arguments do not say."""
+        """The assumptions where the arguments say nothing."""
         own = self._built.note if self._built is not None else ""
         said = own or self._rows.said
         return (said,) if said else ()

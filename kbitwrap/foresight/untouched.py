@@ -17,9 +17,9 @@ _LOGGERS = ("transformers", "trl", "datasets", "accelerate")
 
 
 class OwnState:
-    """What accelerate shares among all objects of the process, for one trainer alone.
+    """The state that accelerate shares in the whole process, for one trainer alone.
 
-    A trainer goes on where it was when it is used again.
+    A trainer continues where it was when it is used again.
     """
 
     def __init__(self) -> None:

@@ -157,7 +157,7 @@ def _read_in_turn(
 
 
 def _quantized_state(fqn: str, layer: nn.Module) -> dict[str, Tensor]:
-    """What a layer has in a state dict, but for its bias, which has its own turn."""
+    """The entries of a layer in a state dict, without its bias, which has its own turn."""
     prefix = fqn.removesuffix("weight")
     state: dict[str, Tensor] = layer.state_dict(prefix=prefix, keep_vars=True)
     state.pop(f"{prefix}bias", None)

@@ -1,4 +1,4 @@
-"""What layers of bitsandbytes compute with: their weights, codes and statistics, in all of their forms.
+"""The weights, codes and statistics that layers of bitsandbytes compute with, in all of their forms.
 
 A layer may be pending, which is not quantized yet, or have repacked its weight for a
 CPU. As `quantization.py` it names that library.
