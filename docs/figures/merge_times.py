@@ -26,7 +26,7 @@ from kbitwrap.cli.console import quiet_libraries
 from merge_sizes import MISTRAL
 
 FORMS = ("half", "quantized")
-DELTA = 0.002  # deviation of lora_B: the delta is about 2 % of the weights
+DELTA = 0.02  # deviation of lora_B: the delta is about 2 % of the weights
 NF4 = quantization_config("nf4", torch.bfloat16)
 
 
