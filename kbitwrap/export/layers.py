@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ExportError
 from ..model.bitsandbytes_layers import Rows
 from ..model.quantization import is_quantized_layer
 from ..model.tree import shallow_copy
@@ -163,10 +164,13 @@ class _LayerMerge:
     def refusing(self) -> Iterator[None]:
         """Turn errors into `ExportError`.
 
-        It names the layer and its adapters, and the error is its cause.
+        It names the layer and its adapters, and the error is its cause. One that says
+        itself what is in the way, such as a base that changed, stays as it is.
         """
         try:
             yield
+        except ExportError:
+            raise
         except Exception as error:
             raise self._one.refusal(error) from error
 

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from ..edits.base import HeldOriginal
 from ..edits.storage import StorageChange
 from ..edits.training import RuntimeChange
-from ..errors import ConfigError, ExportError, ManifestError
+from ..errors import ConfigError, ExportError, KbitWrapError, ManifestError
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, shallow_copy
 from ..model.wrappers import (
@@ -158,8 +158,28 @@ class Gathering:
                 f"{self._verb} together"
             )
 
-        _tell(index)
-        return self._shards.gather(one)
+        with self._together(one.fqn):
+            _tell(index)
+        return self._gather(index)
+
+    def _gather(self, index: int) -> Tensor:
+        """The whole of a parameter; all ranks call it."""
+        one = self._tensors[index]
+        with self._together(one.fqn):
+            return self._shards.gather(one)
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Raise this operation's error where the ranks do not reach one another."""
+        try:
+            yield
+        except KbitWrapError:
+            raise
+        except Exception as error:
+            raise self._error(
+                f"{what} could not be gathered while all ranks {self._verb} together: "
+                f"{error}"
+            ) from error
 
     def _promise(
         self,
@@ -302,11 +322,12 @@ class Gathering:
         It announces each tensor by its number. Last it tells the class of its error, or
         ``None``, with the message or the result.
         """
-        message = _tell(None)
-        while isinstance(message, int):
-            self._shards.gather(self._tensors[message])
+        with self._together("what rank 0 announces"):
             message = _tell(None)
-        self._shards.close()
+            while isinstance(message, int):
+                self._gather(message)
+                message = _tell(None)
+            self._shards.close()
         error, result = message
         if error is not None:
             raise error(f"rank 0 could not {self._verb}: {result}")

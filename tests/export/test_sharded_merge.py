@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import itertools
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 
 import kbitwrap.export.adapted as adapted_module
 from kbitwrap import KbitPreparedModel
-from kbitwrap.export.shards import Shard, Shards
 from support import forks, zoo
 from support.engines import ENGINES, copy_adapters, fsdp1_of_peft
 from support.files import SHARD, read, tensors_of
 from support.layers import LORA, adapted_layers
+from support.losing import TIMEOUT, export_until_killed, lose
 from support.memory import allocations, peak
 from support.merging import jitter
 from support.snapshot import Snapshot
@@ -179,37 +174,13 @@ def test_the_files_are_those_of_the_unsharded_merge(cases: list[Case], world_siz
 # A rank that is killed in the middle, and one that asks for no more.
 # ----------------------------------------------------------------------------------------------------
 
-LIMIT = 20  # seconds, of the process group
-
-
-def kill_at(number: int) -> None:
-    """Kill this process with SIGKILL when it gathers for that time."""
-    gather = Shards.gather
-    calls = itertools.count(1)
-
-    def gather_or_die(self: Shards, shard: Shard) -> torch.Tensor:
-        if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gather(self, shard)
-
-    Shards.gather = gather_or_die  # type: ignore[method-assign]
-
 
 def lose_one(rank: int, join: forks.Join, killed: int, engine: str, folder: Path) -> None:
     one = prepare(Case("llama", engine))
-    with join(timeout=datetime.timedelta(seconds=LIMIT)):
+    with join(timeout=TIMEOUT):
         live = ENGINES[engine](one.peft_model)  # FSDP1's wrapper gathers
-        if rank == killed:
-            kill_at(20)
         assert live is not None
-        start = time.monotonic()
-        try:
-            one.prepared.export(folder / "merged", merge_adapters=True, max_shard_size=SHARD)
-        except Exception as error:
-            (folder / f"rank-{rank}").write_text(f"{time.monotonic() - start} {error}")
-        else:
-            raise AssertionError("it was exported")
-        os._exit(0)  # nothing is left of the group to be destroyed
+        export_until_killed(rank, killed, one.prepared, folder)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +191,7 @@ def lose_one(rank: int, join: forks.Join, killed: int, engine: str, folder: Path
     ),
 )
 def test_a_rank_that_is_killed_ends_the_others(killed: int, engine: str, world_size: int, tmp_path: Path) -> None:
-    started = forks.start_ranks(lose_one, killed, engine, tmp_path, world_size=world_size)
-    for process in started.processes:
-        process.join(3 * LIMIT)
-    codes = {rank: process.exitcode for rank, process in enumerate(started.processes)}
-    assert codes == {rank: -signal.SIGKILL if rank == killed else 0 for rank in range(world_size)}
-    for rank in {*range(world_size)} - {killed}:
-        seconds, _, message = (tmp_path / f"rank-{rank}").read_text().partition(" ")
-        assert float(seconds) < LIMIT + 5, message
-    assert not (tmp_path / "merged").exists()
+    lose(lose_one, killed, engine, folder=tmp_path, world_size=world_size)
 
 
 def take_few(rank: int, join: forks.Join) -> None:

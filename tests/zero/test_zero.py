@@ -5,18 +5,19 @@ Named, these are run: ``pytest tests/zero``, with the extra ``test-deepspeed``.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from kbitwrap import KbitPreparedModel, Precision, UnsupportedModelError, check_sharding
 from support import forks, zoo
 from support.files import SHARD, read, saved
+from support.losing import TIMEOUT, export_until_killed, lose
 from support.snapshot import Snapshot
+from support.starting import import_deepspeed
 from support.training import adapt, is_checkpointing
 
 STAGES = (2, 3)
@@ -47,10 +48,6 @@ def read_whole(model: nn.Module, folder: Path, name: str = "llama") -> Whole:
 
 def initialize(model: nn.Module, stage: int, bf16: bool) -> Any:
     """DeepSpeed's engine around a model."""
-    import deepspeed
-
-    # DeepSpeed would compile an operation for one machine's CPU; gloo reduces instead.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
@@ -58,6 +55,7 @@ def initialize(model: nn.Module, stage: int, bf16: bool) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     }
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    deepspeed = import_deepspeed(distributed.get_rank())
     return deepspeed.initialize(model=model, model_parameters=trainable, config=config)[0]
 
 
@@ -136,7 +134,6 @@ def without_values(rank: int, precision: str, bf16: bool, model: nn.Module, fold
 
 
 def come_true(rank: int, join: forks.Join, stage: int, folder: Path) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
     names = [(precision.value, bf16, "nf4") for precision in Precision for bf16 in (False, True)]
     names += [("norms", False, "int8"), ("full", False, "int8")] if stage == 3 else []
@@ -163,7 +160,6 @@ ARCHITECTURES = ("qwen3", "gemma2", "gpt2", "opt", "mixtral", "mistral", "phi3",
 
 
 def merge_each(rank: int, join: forks.Join, folder: Path) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     models = {
         name: (zoo.load(name), read_whole(zoo.load(name), folder / f"{name}-{rank}", name)) for name in ARCHITECTURES
     }
@@ -180,3 +176,18 @@ def merge_each(rank: int, join: forks.Join, folder: Path) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_under_zero3_the_files_are_those_of_the_model_without_it(world_size: int, tmp_path: Path) -> None:
     forks.run_ranks(merge_each, tmp_path, world_size=world_size)
+
+
+def lose_one(rank: int, join: forks.Join, killed: int, folder: Path) -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    peft_model = adapt("llama", model)
+    with join(timeout=TIMEOUT):
+        engine = initialize(peft_model, 3, bf16=False)
+        train(rank, engine, model, 0)
+        export_until_killed(rank, killed, prepared, folder)
+
+
+@pytest.mark.parametrize(("killed", "world_size"), [(1, 2), (0, 2), (2, 4), (0, 4)])
+def test_a_rank_that_is_killed_ends_the_others(killed: int, world_size: int, tmp_path: Path) -> None:
+    lose(lose_one, killed, folder=tmp_path, world_size=world_size)
