@@ -30,7 +30,7 @@ from kbitwrap import (
 )
 from kbitwrap.integrations import KbitTrainerCallback
 from support import forks, zoo
-from support.engines import ENGINES, copy_adapters, fsdp1, whole
+from support.engines import ENGINES, copy_adapters, flags, fsdp1, whole
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
 from support.thorough import few
@@ -56,13 +56,6 @@ def adapt(model: transformers.PreTrainedModel) -> peft.PeftModel:
     """A LoRA in the model's dtype, the same at each call."""
     torch.manual_seed(0)
     return peft.get_peft_model(model, zoo.lora_config("llama"), autocast_adapter_dtype=False)
-
-
-def flags(model: nn.Module) -> dict[tuple[int, str], bool]:
-    """The flags of what is there, by owner and name: sharding replaces parameters, and keeps their owners."""
-    return {
-        (id(m), name): p.requires_grad for m in model.modules() for name, p in m._parameters.items() if p is not None
-    }
 
 
 def agree(rank: int) -> None:
@@ -375,7 +368,8 @@ def is_whole_until_a_backward(rank: int, model: nn.Module, folder: Path, expecte
         with prepared.suspended(), torch.no_grad():
             live(**batch)
     loss = live.train()(**batch).loss
-    for call in (prepared.restore, prepared.suspend, prepared.manifest):
+    export, merge = functools.partial(prepared.export, folder / "between"), lambda: [*prepared.merged_weights()]
+    for call in (prepared.restore, prepared.suspend, prepared.manifest, export, merge):
         with pytest.raises(UnsupportedModelError, match=r"SHARD_GRAD_OP; call backward\(\)"):
             call()
     loss.backward()
@@ -388,16 +382,27 @@ def is_whole_until_a_backward(rank: int, model: nn.Module, folder: Path, expecte
     assert all(flags(model)[place] == flag for place, flag in before.items())
 
 
+def refuses_a_backward(rank: int, model: nn.Module, is_prepared: bool) -> None:
+    """FSDP1 with SHARD_GRAD_OP frees what bitsandbytes' backward needs."""
+    if is_prepared:
+        KbitPreparedModel(model, precision="norms", gradient_checkpointing=False).prepare()
+    live = fsdp1(adapt(model), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with pytest.raises(AssertionError, match="changing the parameters between forward and backward"):
+        step("llama", live)
+
+
 def refuse_and_leave_whole(rank: int, join: forks.Join, folder: Path) -> None:
     mixed = [("full", False, load("fsdp1")), ("norms", True, load("fsdp1"))]
     flat = zoo.load("llama", None, torch.bfloat16)
-    # Unquantized: with SHARD_GRAD_OP FSDP1 refuses the backward of bitsandbytes' weights, prepared or not.
+    four_bit = [(load("fsdp1"), is_prepared) for is_prepared in (False, True)]
     whole = zoo.load("llama", None, torch.bfloat16)
     expected = saved(whole, folder / f"saved-{rank}")
     with join():
         for precision, autocast, model in mixed:
             is_explained(rank, precision, autocast, model)
         is_refused_by_name(rank, flat, folder)
+        for model, is_prepared in four_bit:
+            refuses_a_backward(rank, model, is_prepared)
         is_whole_until_a_backward(rank, whole, folder, expected)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from peft import get_peft_model_state_dict
 from torch import nn
 from transformers import (
     Trainer,
@@ -39,6 +40,7 @@ from .lost_updates import LostUpdates
 from .shards import sharded_parameters
 
 _Model = Any  # a module, or ``None``
+_OF_FSDP1 = "_fsdp_wrapped_module."
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
@@ -85,7 +87,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             trained parameter would change its dtype. After a step: an evaluation was
             called off.
         UnsupportedModelError: When training begins: accelerate's FSDP sharded 4-bit
-            weights that are stored as integers.
+            weights that are stored as integers; or checkpoints are saved or resumed, and
+            PEFT does not find the adapters in what FSDP1 wrapped.
         ManifestMismatchError: When training begins: the checkpoint to resume from was
             trained on another base, or on one that was prepared differently. No step
             was taken.
@@ -169,6 +172,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
         self._resume = None
         _refuse_sharded_integers(model)
+        if args.save_strategy != "no" or state.global_step:
+            _refuse_lost_adapters(model)
         _refuse_other_dtypes(prepared, model)
         # on all ranks, which read a sharded model together
         self._manifest = _manifest_of(prepared)
@@ -515,6 +520,29 @@ def _refuse_sharded_integers(model: nn.Module) -> None:
                 "torch.bfloat16. No step was taken",
                 fqn=fqn,
             )
+
+
+def _refuse_lost_adapters(model: _Model) -> None:
+    """Raise where checkpoints would hold no adapters.
+
+    FSDP1 puts wrappers around blocks, whose names PEFT 0.21 takes for a part of the
+    adapters' names: what it saves is empty, and what it loads is nothing.
+    """
+    if not _has_adapters(model):
+        return
+    state = {}
+    for fqn, parameter in sharded_parameters(model).items():
+        if parameter.requires_grad:
+            state[fqn.replace(_OF_FSDP1, "")] = parameter
+    if not state or get_peft_model_state_dict(
+        model, state_dict=state, save_embedding_layers=False
+    ):
+        return
+    raise UnsupportedModelError(
+        "PEFT finds no adapter in a model whose blocks FSDP1 wrapped, so checkpoints would hold none, and none would "
+        'be loaded from them: shard by FSDP2 (fsdp_config={"version": 2, ...}), or train with save_strategy="no" and '
+        "export the merged model. No step was taken"
+    )
 
 
 def _refuse_other_dtypes(prepared: KbitPreparedModel, model: _Model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +16,20 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, fsdp_utils
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from kbitwrap import KbitPreparedModel, Manifest, UnsupportedModelError
 from kbitwrap.integrations import KbitTrainerCallback
 from kbitwrap.integrations.trl import _merged_weights
 from support import forks, zoo
-from support.engines import fsdp2
+from support.engines import copy_adapters, flags, fsdp2
 from support.files import SHARD, read, saved
 from support.snapshot import tensor_digest
 from support.thorough import few
-from support.trainers import EVERY_STEP, NAME, RecordingTrainer, adapt, trainer_for
+from support.trainers import EVERY_STEP, NAME, NUM_STEPS, RecordingTrainer, adapt, trainer_for
+from support.training import is_checkpointing
 
 _init = AcceleratorState.__init__
 
@@ -59,17 +63,20 @@ def load(storage: torch.dtype) -> transformers.PreTrainedModel:
     return zoo.load("llama", quantization_config=config)
 
 
-def trainer_of(prepared: KbitPreparedModel, folder: Path, state_dict_type: str, **kwargs: Any) -> RecordingTrainer:
+def trainer_of(
+    prepared: KbitPreparedModel, folder: Path, state_dict_type: str, version: int = 2, **kwargs: Any
+) -> RecordingTrainer:
     fsdp_config = {
-        "version": 2,
+        "version": version,
         "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "cpu_ram_efficient_loading": True,
+        "cpu_ram_efficient_loading": version == 2,
+        "sync_module_states": False,  # FSDP1 sends rank 0's from a device
         "state_dict_type": state_dict_type,
     }
     peft_model = adapt(prepared.model)
     callback = KbitTrainerCallback(prepared)
     options = {"fsdp": True, "fsdp_config": fsdp_config, "ddp_backend": "gloo", "per_device_train_batch_size": 1}
-    return trainer_for(peft_model, folder, callbacks=[callback], **EVERY_STEP, **options, **kwargs)
+    return trainer_for(peft_model, folder, callbacks=[callback], **EVERY_STEP | options | kwargs)
 
 
 def shards(trainer: RecordingTrainer) -> dict[str, Any]:
@@ -168,3 +175,60 @@ def test_merged_weights_of_a_sharded_model_are_sent_to_a_server_alone() -> None:
 
 def test_4_bit_weights_that_accelerate_sharded_as_integers_are_refused_before_a_step(tmp_path: Path) -> None:
     forks.run_ranks(refuse, tmp_path)
+
+
+def merge_under_fsdp1(rank: int, join: forks.Join, folder: Path) -> None:
+    # Before the group exists: transformers lets only the first of several processes write a checkpoint.
+    models = [load(torch.bfloat16) for _ in range(5)]
+    expected = saved(models[0], folder / f"saved-{rank}")
+    before = flags(models[3])
+    # the dtype of the base: FSDP1 lays out flat what has one
+    prepare = functools.partial(KbitPreparedModel, precision="norms", adapter_dtype="bfloat16")
+    refused, saving, resuming, trained, plain = [prepare(model).prepare() for model in models]
+    unsharded = adapt(plain.model)
+    plain.adopt(unsharded)
+    with join():
+        saves_none = pytest.raises(UnsupportedModelError, match=r'PEFT finds no adapter.*"version": 2')
+        with accelerate_with_fsdp():
+            trainer = trainer_of(refused, folder / "refused", "SHARDED_STATE_DICT", version=1)
+            with saves_none:
+                trainer.train()
+            assert trainer.losses == []
+        with accelerate_with_fsdp():
+            trainer = trainer_of(saving, folder / "empty", "SHARDED_STATE_DICT", version=1, max_steps=1)
+            trainer.remove_callback(KbitTrainerCallback)
+            trainer.train()
+            checkpoint = folder / "empty" / "checkpoint-1"
+            weights = FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata()
+            assert weights.state_dict_metadata == {}
+        with accelerate_with_fsdp():
+            trainer = trainer_of(resuming, folder / "resumed", "SHARDED_STATE_DICT", version=1, save_strategy="no")
+            with saves_none:
+                trainer.train(resume_from_checkpoint=str(checkpoint))
+            assert trainer.losses == []
+        with accelerate_with_fsdp():
+            trainer = trainer_of(trained, folder / "run", "SHARDED_STATE_DICT", version=1, save_strategy="no")
+            trainer.train()
+            live = trainer.model_wrapped
+            assert isinstance(live, FullyShardedDataParallel)
+            assert len(set(trainer.losses)) == NUM_STEPS
+            copy_adapters(live, unsharded)
+            trained.export(folder / "merged", merge_adapters=True, max_shard_size=SHARD)
+            plain.export(folder / f"plain-{rank}", merge_adapters=True, max_shard_size=SHARD)
+            assert read(folder / "merged") == read(folder / f"plain-{rank}")
+            trained.export(folder / "base", max_shard_size=SHARD)
+            assert read(folder / "base") == expected
+            assert not trained.verify()
+            report = trained.restore()
+            assert (report.trained, report.replaced) == ((), ())
+            assert all("lora_" in fqn for fqn in report.kept_dtype)
+            after = flags(trained.model)
+            assert all(after[place] == flag for place, flag in before.items() if place in after)
+            assert not is_checkpointing(trained.model)
+
+
+@pytest.mark.parametrize("world_size", few([2, 4], [2]))
+def test_under_fsdp1_a_run_is_merged_exactly_and_checkpoints_without_adapters_are_refused(
+    world_size: int, tmp_path: Path
+) -> None:
+    forks.run_ranks(merge_under_fsdp1, tmp_path, world_size=world_size)

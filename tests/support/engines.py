@@ -55,6 +55,13 @@ def copy_adapters(live: nn.Module, plain: nn.Module) -> None:
     assert not to
 
 
+def flags(model: nn.Module) -> dict[tuple[int, str], bool]:
+    """The flags of what is there, by owner and name: sharding replaces parameters, and keeps their owners."""
+    return {
+        (id(m), name): p.requires_grad for m in model.modules() for name, p in m._parameters.items() if p is not None
+    }
+
+
 def canonical(fqn: str) -> str:
     return fqn.replace("_fsdp_wrapped_module.", "")
 
