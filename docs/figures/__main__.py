@@ -21,6 +21,7 @@ WRITES = {
     "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",
     "planning": "docs/step.md: the CPU time of predictions and searches",
     "published": "docs/published.md and docs/pictures/published.svg: predictions beside what others measured",
+    "versions": "docs/versions.md: with which versions the tests passed; `.ci/run` calls it",
 }
 
 
