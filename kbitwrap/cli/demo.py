@@ -21,6 +21,7 @@ from .console import (
 from .hub import working
 from .tables import Rows, table
 from .usage import (
+    BUILT_IN,
     PRECISIONS,
     TRAINED_QUANTS,
     Json,
@@ -101,13 +102,18 @@ def command(
         InputError: The model or the device cannot be used.
     """
     expect_installed("the demonstration", "bitsandbytes", "peft", "transformers")
+    title = f"{model or BUILT_IN}, {quant}: PEFT's way and ours\n"
+    # torch, which takes seconds to import, may refuse a device, and transformers a model
+    is_certain = model is None and device in (None, "cpu")
+    if is_certain and not json_:
+        print(title, flush=True)
     with working(model, "importing torch", trust_remote_code) as doing:
         from .demo_run import Demo
 
-        def begin(title: str) -> None:
-            if not json_:
+        def begin() -> None:
+            if not is_certain and not json_:
                 with doing.aside():
-                    print(f"{title}: PEFT's way and ours\n", flush=True)
+                    print(title, flush=True)
 
         def say(text: str) -> None:
             if verbose and not json_:
@@ -137,7 +143,8 @@ def command(
 def _show_result(result: Result, *, verbose: bool) -> None:
     checks = result["checks"]
     failed = list(_failed(result))
-    parts: list[RenderableType] = [table(_sides(result["sides"]), right=True)]
+    sides = _sides(result["sides"], result["device"])
+    parts: list[RenderableType] = [table(sides, right=True)]
     if verbose:
         parts.append(_checks(checks))
     elif failed:
@@ -193,9 +200,9 @@ _FIGURES = (
 )
 
 
-def _sides(sides: dict[str, Result]) -> Rows:
+def _sides(sides: dict[str, Result], device: str) -> Rows:
     """A row for each figure that was measured, PEFT's column first."""
-    header = [""]
+    header = [f"on {device}"]
     columns = []
     for name, side in sides.items():
         distances = side["difference_from_peft"]

@@ -65,7 +65,7 @@ class Demo:
         steps: Training steps.
         seed: Seed of the weights, the adapter, the text and the generation.
         trust_remote_code: Run the code that the model brings along.
-        begin: Called with the model, its quantization and its device, once it is loaded.
+        begin: Called once the model is loaded.
         show: Called with the texts to print during the run.
         doing: Called with what is being done.
         subject: The model that all sides prepare, with its text.
@@ -87,7 +87,7 @@ class Demo:
     steps: int
     seed: int
     trust_remote_code: bool
-    begin: Callable[[str], object]
+    begin: Callable[[], object]
     show: Callable[..., object]
     doing: Callable[[str], object]
 
@@ -114,7 +114,7 @@ class Demo:
                     self.seed,
                     self.trust_remote_code,
                 )
-            self.begin(f"{self.subject.name}, {self.quant}, on {device}")
+            self.begin()
             self.blocks = self.subject.blocks
             self._measure_sides()
             self._prepare_train_restore()

@@ -18,6 +18,7 @@ from .console import InputError, Result, first_line
 from .loading import load_builtin, load_named, tokens_of
 from .losses import batch, block_losses
 from .text import Blocks, ByteTokens, Tokens, read_blocks
+from .usage import BUILT_IN
 
 PEFT = "peft"
 _LENGTH = 65  # tokens in a block: 64 to predict
@@ -62,7 +63,7 @@ class Subject:
         self._device = device
         self._seed = seed
         self._trust_remote_code = trust_remote_code
-        self.name = model or "built-in byte-level Llama"
+        self.name = model or BUILT_IN
         self.learning_rate = 2e-4
         self.modules_to_save: list[str] | None = None
         loaded = self.load()

@@ -23,6 +23,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 PRECISIONS = tuple(precision.value for precision in Precision)
 HALF_DTYPES = ("bfloat16", "float16")
 DEFAULT_QUANT = "nf4"
+BUILT_IN = "built-in byte-level Llama"  # what demo runs on by default
 KINDS_OF_NF4 = "nf4 is without double quantization, nf4-double with it; load_in_4bit=True alone makes fp4"
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
 _OTHER_WORDS = {"fp16": "float16", "bf16": "bfloat16"}

@@ -162,7 +162,8 @@ def assert_fits_a_screen(printed: str, columns: int) -> None:
     lines = printed.splitlines()
     assert max(map(cell_len, lines)) <= columns
     assert len(lines) < 24  # with the command's own line, a terminal of 24
-    assert lines[0].endswith("PEFT's way and ours")
+    assert lines[0] == "built-in byte-level Llama, nf4: PEFT's way and ours"
+    assert lines[2].split() == ["on", "cpu", "PEFT's", '"compute"', '"norms"']
     assert any(line.startswith("27 of 27 checks passed") for line in lines)
 
 
@@ -398,6 +399,24 @@ def test_refusal_to_prepare_is_bad_input(
     monkeypatch.setattr(KbitPreparedModel, "__init__", refuse)
     assert exit_status("demo", "--model", small) == 2
     assert "cannot be prepared: no checkpointing here\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_said"),
+    [([], True), (["--device", "cpu"], True), (["--json"], False), (["--device", "cuda"], False), (["--model"], False)],
+)
+def test_the_title_comes_before_libraries_are_loaded_unless_an_option_may_be_refused_by_them(
+    arguments: list[str], is_said: bool, small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "working", interrupt)
+    if arguments == ["--model"]:
+        arguments = ["--model", small]
+    assert exit_status("demo", *arguments) == 130
+    title = "built-in byte-level Llama, nf4: PEFT's way and ours\n\n"
+    assert capsys.readouterr().out == (title if is_said else "")
 
 
 def test_interruption_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
