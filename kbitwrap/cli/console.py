@@ -238,18 +238,23 @@ _NOT_THE_USERS = (
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence what transformers, PEFT and bitsandbytes say that is not the user's concern; put it back afterwards."""
+    """Silence what libraries say that is not the user's concern; put it back afterwards."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     bitsandbytes_logger = logging.getLogger("bitsandbytes")
     level = bitsandbytes_logger.level
+    deepspeed_logger = logging.getLogger("DeepSpeed")
+    was_disabled = deepspeed_logger.disabled
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # One line a layer: on int8 layers, that bfloat16 inputs are cast to float16. There
     # is no other way for them.
     bitsandbytes_logger.setLevel(logging.ERROR)
+    # It warns of a machine without a GPU on standard output, where JSON may be read,
+    # once transformers imports it; importing it sets its level.
+    deepspeed_logger.disabled = True
     try:
         with warnings.catch_warnings():
             for beginning, category in _NOT_THE_USERS:
@@ -260,6 +265,7 @@ def quiet_libraries() -> Iterator[None]:
         if had_bars:
             transformers_logging.enable_progress_bar()
         bitsandbytes_logger.setLevel(level)
+        deepspeed_logger.disabled = was_disabled
 
 
 # ----------------------------------------------------------------------------------------------------

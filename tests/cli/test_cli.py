@@ -118,18 +118,20 @@ def test_no_topic_is_trained_on_and_held_out() -> None:
 
 @pytest.mark.parametrize("error", [InputError, None])
 def test_libraries_are_loud_again(error: type[Exception] | None) -> None:
-    bitsandbytes = logging.getLogger("bitsandbytes")
+    bitsandbytes, deepspeed = logging.getLogger("bitsandbytes"), logging.getLogger("DeepSpeed")
     before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled(), bitsandbytes.level
     transformers_logging.set_verbosity_info()
     transformers_logging.enable_progress_bar()
     try:
         with contextlib.suppress(InputError), quiet_libraries():
             assert bitsandbytes.level == transformers_logging.get_verbosity() == logging.ERROR
+            assert deepspeed.disabled
             assert not transformers_logging.is_progress_bar_enabled()
             if error is not None:
                 raise error
         after = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
         assert (*after, bitsandbytes.level) == (logging.INFO, True, before[2])
+        assert not deepspeed.disabled
     finally:
         transformers_logging.set_verbosity(before[0])
         if not before[1]:
