@@ -276,28 +276,33 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the differences of losses, and the distances in parts of `none`'s: points, and mean and standard error."""
     settings = next(iter(result["llama"].values()))["settings"]
     with rc_context(STYLE):
-        figure = Figure(figsize=(13.2, 7.4), layout="constrained")
+        figure = Figure(figsize=(5.0, 17.0), layout="constrained")
         figure.suptitle(
-            f"Two small models: a byte-level Llama ({settings['num_layers']} layers of width "
-            f"{settings['hidden_size']}; {settings['repeats']} seeds), and MiniLM, an encoder of 22 million parameters "
-            f"({NUM_BATCHES} batches of text).\nEach point is a seed or a batch, each bar a standard error of the mean."
+            f"A byte-level Llama, {settings['num_layers']} layers of width {settings['hidden_size']}, "
+            f"{settings['repeats']} seeds;\nMiniLM, an encoder of 22 million parameters, {NUM_BATCHES} batches.\n"
+            "A point is a seed or a batch, a bar a standard error.",
+            fontsize=10,
         )
-        axes = figure.subplots(3, len(ARITHMETICS), sharex="row", sharey="row")
-        for column, arithmetic in enumerate(ARITHMETICS):
+        num_kinds = 3  # the loss, and the distances of each model: a panel for each arithmetic
+        panels = figure.subplots(num_kinds * len(ARITHMETICS))
+        for number, arithmetic in enumerate(ARITHMETICS):
+            axes = panels[number :: len(ARITHMETICS)]
+            for axis, first in zip(axes, panels[:: len(ARITHMETICS)], strict=True):
+                axis.sharex(first)
             run = result["llama"][arithmetic]
             rows = {name: _differences(run, name) for name in (FLOAT64, "full", "norms")}
-            _panel(axes[0][column], f"Llama, {arithmetic}: loss", rows, 0)
-            axes[0][column].set_xlabel("held-out loss minus that of none, nats")
-            for row, (model, kinds) in enumerate(_distances(result, arithmetic).items(), 1):
+            _panel(axes[0], f"Llama, {arithmetic}: loss", rows, 0)
+            axes[0].set_xlabel("held-out loss minus that of none, nats")
+            for axis, (model, kinds) in zip(axes[1:], _distances(result, arithmetic).items(), strict=True):
                 rows = {
-                    f"{name}\n{kind}": _ratios(distances, name)
+                    f"{name}, {kind}": _ratios(distances, name)
                     for kind, distances in reversed(kinds.items())
                     for name in ("full", "norms")
                 }
-                _panel(axes[row][column], f"{model}, {arithmetic}: off float64", rows, 1)
-                axes[row][column].set_xlim(-0.05, None)
-                axes[row][column].set_xlabel(
-                    "in parts of none's:\n"
+                _panel(axis, f"{model}, {arithmetic}: off float64", rows, 1)
+                axis.set_xlim(-0.05, None)
+                axis.set_xlabel(
+                    "in parts of none's: "
                     + ", ".join(f"{kind} {100 * statistics.fmean(its['none']):.2g} %" for kind, its in kinds.items())
                 )
         figure.savefig(path, metadata={"Date": None})
@@ -306,7 +311,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _panel(axis: Any, title: str, rows: dict[str, list[float]], none: float) -> None:
     axis.axvline(none, color="#8c959f", linewidth=0.8)
     for place, (name, values) in enumerate(rows.items()):
-        color = COLORS[name.partition("\n")[0]]
+        color = COLORS[name.partition(",")[0]]
         mean, error = _spread(values)
         axis.plot(values, [place] * len(values), ".", color=color, alpha=0.5)
         axis.errorbar(mean, place, xerr=error, fmt="D", color=color, capsize=3, markersize=4)

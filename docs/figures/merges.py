@@ -338,7 +338,7 @@ def draw(result: dict[str, Any]) -> None:
     adapter = [one for one in found["adapters"] if one["is_chosen"]][-1]
     gains = {way: fmean(one["gain"] for one in adapter["merges"][way]) for way in found["weights"]}
     kept = {way: one["kept"] for way, one in found["weights"].items()}
-    figure = Figure(figsize=(6.4, 3.0), layout="constrained")
+    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
     axis = figure.subplots()
     shown = {"kept": ("of the adapter's delta", kept), "gain": ("of its gain in loss", gains)}
     for place, (key, (label, parts)) in enumerate(shown.items()):
@@ -351,7 +351,7 @@ def draw(result: dict[str, Any]) -> None:
     axis.set_xlim(0, 125)
     axis.set_xticks(range(0, 101, 20))
     axis.set_xlabel("kept, %")
-    axis.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     figure.savefig(PICTURE, metadata={"Date": None})

@@ -343,18 +343,18 @@ def _code(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: measured and predicted peaks in MiB, and the errors in percent."""
-    head = ("source", "model", "base", "preparation", "attention", "code", "batch x tokens", "measured", "predicted")
-    lines = [" | ".join((*head, "peak", "with workspaces", "forward", "backward", "optimizer", "static", "in range"))]
-    lines.append(" | ".join(["---"] * (len(head) + 7)))
+    head = ("model", "batch x tokens", "base", "preparation", "measured", "predicted", "peak", "with workspaces")
+    head += ("forward", "backward", "optimizer", "static", "in range", "attention", "code", "source")
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
     for row in rows:
         errors = row["error_percent"]
-        cells = [row[key] for key in ("source", "model", "base", "way", "attention")]
-        cells += [_code(row), f"{row['batch']} x {row['seq']}"]
+        cells = [row["model"], f"{row['batch']} x {row['seq']}", row["base"], row["way"]]
         cells += [f"{row[key]['peak_bytes'] / 2**20:,.1f}" for key in ("measured", "predicted")]
         names = ("peak", "forward", "backward", "optimizer", "static")
         found = [f"{errors[f'{name}_bytes']:+.2f}" if f"{name}_bytes" in errors else "" for name in names]
         cells += [found[0], f"{row['error_with_least_percent']:+.2f}", *found[1:]]
-        lines.append(" | ".join([*cells, "yes" if row["in_range"] else "no"]))
+        cells += ["yes" if row["in_range"] else "no", row["attention"], _code(row), row["source"]]
+        lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
@@ -371,8 +371,8 @@ GIB = 2**30
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
     """Predicted against measured peaks, and what each prediction is off by."""
-    figure = Figure(figsize=(9.0, 4.4), layout="constrained")
-    peaks, errors = figure.subplots(1, 2)
+    figure = Figure(figsize=(5.0, 7.0), layout="constrained")
+    peaks, errors = figure.subplots(2, 1, height_ratios=(3, 2))
     for name, color in COLORS.items():
         of_source = [row for row in rows if row["source"].startswith(name)]
         measured = [row["measured"]["peak_bytes"] / GIB for row in of_source]
@@ -402,7 +402,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     peaks.yaxis.set_minor_locator(NullLocator())
     peaks.yaxis.set_major_formatter("{x:g}")
     errors.set_ylim(-17, 4)
-    peaks.legend(loc="upper left", frameon=False, fontsize=8)
+    peaks.legend(loc="upper left", frameon=False)
     return figure
 
 

@@ -1,8 +1,11 @@
-"""Draws the figures of a benchmark: a panel for each figure, a bar for each case; and the curves of losses."""
+"""Draws the figures of a benchmark: a panel for each figure, a bar for each case; and the curves of losses.
+
+Panels stand one below the other, so that a phone shows them in a size that can be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from .settings import Figures
 # formats that can be drawn.
 _STAMPS = {".svg": "Date", ".png": "Software", ".pdf": "CreationDate"}
 _MIB = 1024**2
-_PANEL_SIZE = (3.4, 2.3)  # inches
+_WIDTH = 5.0  # inches
+_PANEL_HEIGHT = 1.8
+_CURVES_HEIGHT = 2.6
 _ROOM_FOR_LABELS = 1.35  # of the longest bar
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -111,44 +116,40 @@ def draw(result: Figures, path: Path) -> None:
     settings = result["settings"]
     shape = settings["shape"]
     tokens = settings["tokens"] if settings["step"] else []
-    num_rows = 1 + len(tokens)
-    width, height = _PANEL_SIZE
+    num_panels = len(_PREPARING) + len(_STEP) * len(tokens)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width * 3, height * num_rows), layout="constrained")
+        size = _WIDTH, _PANEL_HEIGHT * num_panels
+        figure = Figure(figsize=size, layout="constrained")
         figure.suptitle(
-            f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']}, "
-            f"{shape['num_layers']} layers, vocabulary {shape['vocab_size']}, "
+            f"Mistral in nf4 and bfloat16, hidden {shape['hidden_size']},\n"
+            f"{shape['num_layers']} layers, vocabulary {shape['vocab_size']},\n"
             f"on {where(result)}"
         )
-        first, *others = figure.subplots(num_rows, 3, squeeze=False)
+        axes = iter(figure.subplots(num_panels))
         cases = {case["case"]: case for case in result["cases"]}
-        _draw_row(first, _PREPARING, cases, "")
-        for index, axes in enumerate(others):
+        _draw_panels(axes, _PREPARING, cases, "")
+        for index, num_tokens in enumerate(tokens):
             steps = {name: case["steps"][index] for name, case in cases.items()}
-            _draw_row(
-                axes,
-                _STEP,
-                steps,
-                f", {tokens[index]} tokens",
-            )
+            _draw_panels(axes, _STEP, steps, f", {num_tokens} tokens")
         _save(figure, path)
 
 
-def _draw_row(
-    axes: Sequence[Axes],
+def _draw_panels(
+    axes: Iterator[Axes],
     panels: Sequence[_Panel],
     parts: dict[str, Figures],
     of_what: str,
 ) -> None:
-    """Draw a row of panels.
+    """Draw panels.
 
     Args:
-        axes: Where to draw them.
+        axes: Where to draw them; as many are taken as there are panels.
         panels: The panels.
         parts: What was measured, by case.
         of_what: What stands behind the titles.
     """
-    for axis, panel in zip(axes, panels, strict=True):
+    for panel in panels:
+        axis = next(axes)
         _draw_panel(axis, panel, parts)
         axis.set_title(
             f"{panel.title}{of_what}",
@@ -198,11 +199,11 @@ def draw_losses(result: Figures, path: Path) -> None:
     adapters = {case["case"]: case["adapters"] for case in losses}
     compared = [case for case in losses if "difference" in case]
     steps = range(1, settings["steps"] + 1)
-    width, height = _PANEL_SIZE
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width * 2.7, height * 2.6), layout="constrained")
+        size = _WIDTH, _CURVES_HEIGHT * 4
+        figure = Figure(figsize=size, layout="constrained")
         figure.suptitle(_losses_title(settings))
-        (curves, ends), (preparations, dtypes) = figure.subplots(2, 2)
+        curves, preparations, dtypes, ends = figure.subplots(4)
         for case in losses:
             name = case["case"]
             curves.plot(
@@ -231,7 +232,7 @@ def _losses_title(settings: Figures) -> str:
     quant = settings.get("quant", "nf4")
     autocast = "" if settings.get("autocast", True) else "no autocast, "
     return (
-        f"LoRA on a byte-level Llama in {quant} and bfloat16, {autocast}"
+        f"LoRA on a byte-level Llama in {quant} and bfloat16, {autocast}\n"
         f"hidden {settings['hidden_size']}, layers {settings['num_layers']}, seeds {settings['repeats']}"
     )
 
@@ -335,6 +336,6 @@ def _finish(axis: Axes, title: str, label: str = "step") -> None:
     axis.set_title(title, fontsize=10, loc="left")
     axis.set_xlabel(label)
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(framealpha=0.9, edgecolor="none", fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axis.spines[["top", "right"]].set_visible(False)
