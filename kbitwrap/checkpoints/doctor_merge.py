@@ -6,6 +6,7 @@ Or whether a checkpoint is the base that adapters go on, dequantized.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .adapters import read_adapter
 from .base import QUANTIZATION, is_told, load_adapted
 from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
+from .fitting import fitting_quantization
 from .measure import MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import MergedSide, plain_side, read_merged, walk_merged
@@ -55,15 +57,6 @@ def measure(
     manifest = saved_manifest(Path(given.adapter))
     quantization = given.quantization_config
     remedy = _REMEDY
-    is_known = _is_told(given, manifest)
-    if not is_known:
-        quantization = _quantization_of(subject)  # it was merged in that
-    if not is_known and quantization is None:
-        quantization = False
-        remedy = f"{_GIVE}; if that is none: {_REMEDY}"
-        why = f"nothing records it, so the base was taken as it is; {_GIVE}"
-        examination.add(_NAME, where, not_measured(QUANTIZATION, why))
-
     try:
         merged = _merged(subject)
     except ConfigError as error:
@@ -71,7 +64,19 @@ def measure(
         examination.add(_NAME, where, fault(what, str(error), _REMEDY))
         return None
 
+    is_known = _is_told(given, manifest)
+    if not is_known:
+        quantization = _quantization_of(subject)  # it was merged in that
+    assumed = ""
     try:
+        if not is_known and quantization is None:
+            quantization, assumed = _fitting(merged, given)
+            remedy = f"{_GIVE}; if it is right {assumed}: {_REMEDY}"
+            why = (
+                f"{QUANTIZATION}: nothing records it, so the base's weights were taken "
+                f"{assumed}; {_GIVE}"
+            )
+            examination.add(_NAME, where, not_measured(QUANTIZATION, why))
         found = _measure(merged, given, quantization, manifest, progress)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
@@ -82,6 +87,7 @@ def measure(
         examination.add(_NAME, where, not_measured(_WHAT, str(error)))
         return None
 
+    found = dataclasses.replace(found, assumed=assumed)
     for one in found.faults:
         examination.add(_NAME, where, fault(one.cause, one.told, remedy))
 
@@ -162,6 +168,16 @@ def _quantization_of(subject: Subject) -> Any:
 
     content = open_checkpoint(Path(subject.where)).config
     return content.get("quantization_config")
+
+
+def _fitting(merged: MergedSide, given: Given) -> tuple[Any, str]:
+    """The quantization of the base that a checkpoint fits, and the form that this gives the weights."""
+    saved = read_adapter(Path(given.adapter))
+    dtype = _dtype_in_training(given, merged)
+    fitting = fitting_quantization(merged, given.base, saved, dtype)
+    if fitting is None:
+        return False, "as they are"
+    return fitting.config, f"in {fitting.kind}, which the checkpoint fits"
 
 
 def _measure(

@@ -106,6 +106,9 @@ class MergeMeasure:
         tensors: The figures of each adapted tensor that was found, by its name.
         num_compared: The number of tensors compared, adapted or not.
         faults: What is not as a merge makes it; empty where all of it is.
+        assumed: The form of the base that was compared with, where nothing records in
+            which it was trained on: ``"as they are"``, ``"in nf4"``; ``""``: it is
+            recorded.
     """
 
     kept: float
@@ -114,18 +117,25 @@ class MergeMeasure:
     tensors: Mapping[str, TensorMeasure]
     num_compared: int
     faults: tuple[MergeFault, ...]
+    assumed: str = ""
 
     def __str__(self) -> str:
         if self.faults:
             worst = max(self.faults, key=lambda fault: len(fault.fqns))
             num_more = sum(len(fault.fqns) for fault in self.faults) - 1
             more = f", and {num_more:,} more" if num_more else ""
-            return f"not a merge: {worst.fqns[0]}: {worst.cause}{more}"
+            onto = f" onto the base's weights {self.assumed}" if self.assumed else ""
+            return f"not a merge{onto}: {worst.fqns[0]}: {worst.cause}{more}"
 
         if not self.tensors:
             return "a merge: the adapter adds nothing, and neither does the checkpoint"
 
         base = _TOLD_ONTO.get(self.onto, "")
+        if self.assumed and self.onto == TRAINED:
+            base = (
+                f"added to the base's weights {self.assumed}; nothing records whether "
+                "it was trained on these"
+            )
         return f"a merge: {self.kept:.1%} of what the adapter learned, {base}"
 
 

@@ -89,8 +89,38 @@ def test_doctor_says_first_that_a_merge_is_one(
     assert main(["doctor", str(tmp_path / "out"), *options, "--quant", "nf4"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "a merge: 100.0% of what the adapter learned, added to the weights that it was trained on"
-    assert main(["doctor", str(tmp_path / "out"), *options]) == 1
-    assert "nothing records it, so the base was taken as it is" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8"])
+def test_doctor_finds_the_quantization_that_nothing_records_and_says_so(
+    quant: str, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = str(zoo.checkpoint("llama"))
+    options = ["--base", base, "--adapter", str(adapter)]
+    assert main(["merge", base, str(adapter), "--out", str(tmp_path / "out"), "--quant", quant]) == 0
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path / "out"), *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    taken = f"in {quant}, which the checkpoint fits"
+    onto = f"added to the base's weights {taken}; nothing records whether it was trained on these"
+    assert said.startswith(f"a merge: 100.0% of what the adapter learned, {onto}")
+    assert f"nothing records it, so the base's weights were taken {taken}; give the quantization" in said
+
+
+def test_doctor_does_not_say_that_an_adapter_was_trained_on_a_base_that_nothing_records(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = str(zoo.checkpoint("llama"))
+    options = ["--base", base, "--adapter", str(adapter)]
+    assert main(["merge", base, str(adapter), "--out", str(tmp_path / "out"), "--quant", "none"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path / "out"), *options]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    onto = "added to the base's weights as they are; nothing records whether it was trained on these"
+    assert first == f"a merge: 100.0% of what the adapter learned, {onto}"
+    assert main(["doctor", base, *options]) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("not a merge onto the base's weights as they are: ")
 
 
 @pytest.mark.parametrize("options", [[], ["--base", "absent", "--adapter", "absent"]])

@@ -1,0 +1,102 @@
+"""The quantization of a base that nothing records, as a merged checkpoint tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import StrPath
+from ..tensors.lazy import LazyTensor, materialize
+from .adapters import SavedAdapter
+from .base import load_adapted
+from .sides import MergedSide, plain_side
+
+_4BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+# The words for them are those of `--quant`.
+_KINDS: dict[str, dict[str, Any]] = {
+    "nf4-double": {**_4BIT, "bnb_4bit_use_double_quant": True},
+    "nf4": _4BIT,
+    "int8": {"load_in_8bit": True},
+    "fp4": {**_4BIT, "bnb_4bit_quant_type": "fp4"},
+}
+# The largest difference of a weight from a merge, as a part of its length: rounding to
+# half takes up to 2**-9, and that of the base before it as much.
+_MOST_OFF = 2.0**-7
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A quantization that a merged weight fits.
+
+    Attributes:
+        kind: The word for it, as in ``"nf4-double"``.
+        config: The config for ``from_pretrained``.
+    """
+
+    kind: str
+    config: Any
+
+
+def fitting_quantization(
+    merged: MergedSide,
+    base: StrPath,
+    saved: SavedAdapter,
+    dtype: torch.dtype | None,
+) -> Fitting | None:
+    """The quantization whose values, with the adapter merged, one weight of a checkpoint holds.
+
+    ``None`` where it holds those of the base as it is, or of no quantization of
+    bitsandbytes.
+    """
+    from transformers import BitsAndBytesConfig
+
+    fqn = _adapted_weight(base, saved, dtype, merged)
+    if fqn is None:
+        return None
+
+    found = materialize(merged.tensors[fqn]).float()
+    nearest = None
+    least = _off(found, _merge(fqn, base, saved, dtype, False))
+    for kind, fields in _KINDS.items():
+        config = BitsAndBytesConfig(**fields)
+        off = _off(found, _merge(fqn, base, saved, dtype, config))
+        if off < min(least, _MOST_OFF):
+            nearest, least = Fitting(kind, config), off
+
+    return nearest
+
+
+def _adapted_weight(
+    base: StrPath, saved: SavedAdapter, dtype: torch.dtype | None, merged: MergedSide
+) -> str | None:
+    """The name of the first matrix that the adapter changes, and the checkpoint holds."""
+    _, adapted = load_adapted(base, saved, None, False, dtype)
+    for fqn, tensor in plain_side(adapted, is_merged=True).saved.items():
+        found = merged.tensors.get(fqn)
+        if found is None or found.shape != tensor.shape:
+            continue
+        if isinstance(tensor, LazyTensor) and tensor.ndim == 2:
+            return fqn
+
+    return None
+
+
+def _merge(
+    fqn: str,
+    base: StrPath,
+    saved: SavedAdapter,
+    dtype: torch.dtype | None,
+    quantization_config: Any,
+) -> Tensor:
+    """A weight of the base, quantized in some way, with the adapter merged: in float32."""
+    _, adapted = load_adapted(base, saved, None, quantization_config, dtype)
+    return materialize(plain_side(adapted, is_merged=True).saved[fqn]).float()
+
+
+def _off(found: Tensor, expected: Tensor) -> float:
+    """The length of the difference, as a part of the expected one."""
+    expected = expected.to(found.device)
+    return float((found - expected).norm() / expected.norm())
