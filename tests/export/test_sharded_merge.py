@@ -52,6 +52,29 @@ MANY = [
     Case("llama", quant="nf4-double"),
     Case("llama", quant=None),
 ]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "biases": {"lora_bias": True},
+    "dora": {"use_dora": True},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "experts": {"target_parameters": ["experts.down_proj"]},
+    "rslora": {"use_rslora": True},
+    "tokens": {"trainable_token_indices": [3, 9]},
+}
+OF_KINDS = [
+    Case(name, engine, adapters=adapters)
+    for name, adapters in (
+        ("gemma2", "rslora"),
+        ("gemma2", "head"),  # which is tied
+        ("gemma2", "embeddings"),
+        ("gemma2", "tokens"),
+        ("opt", "biases"),
+        ("opt", "dora"),
+        ("gpt2", "two"),
+        ("phi3", "two"),
+        ("llama", "tokens"),
+    )
+    for engine in ENGINES
+]
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
 METHODS: dict[str, dict[str, Any]] = {
     "AdaLoraConfig": {"total_step": 10},
@@ -65,6 +88,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": [3, 9]},
     "VeraConfig": {"r": 8},
 }
+NOT_LORA = {"head", "tokens", "experts", *METHODS}
 OF_METHODS = [Case("llama", precision="full", adapters=name) for name in METHODS]
 OF_FSDP1 = [
     *(Case(name, "fsdp1") for name in ARCHITECTURES),
@@ -98,14 +122,14 @@ def adapt(case: Case, model: transformers.PreTrainedModel) -> peft.PeftModel:
         jitter(peft_model)
         return peft_model
     # small enough for the codes of a quantized merge
-    options: dict[str, Any] = {"lora_alpha": 0.25}
-    if case.adapters == "dora":
-        options["use_dora"] = True
-    if case.adapters == "experts":
-        options["target_parameters"] = ["experts.down_proj"]
+    options = {"lora_alpha": 0.25} | OPTIONS.get(case.adapters, {})
     torch.manual_seed(0)
     config = zoo.lora_config(case.architecture, modules_to_save=case.adapters == "head", **options)
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine == "fsdp2")
+    peft_model = peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine == "fsdp2")
+    if case.adapters == "two":
+        peft_model.add_adapter("other", config, autocast_adapter_dtype=case.engine == "fsdp2")
+        peft_model.base_model.set_adapter(["default", "other"])
+    return peft_model
 
 
 def forms(case: Case) -> tuple[str, ...]:
@@ -154,7 +178,7 @@ def merge_exactly(rank: int, join: forks.Join, cases: list[Case], folder: Path) 
             assert all(torch.equal(handed_out[fqn], half[fqn]) for fqn in handed_out)
 
             step(case.architecture, live)
-            if case.adapters == "lora":
+            if case.adapters not in NOT_LORA:
                 copy_adapters(live, whole.peft_model)
                 expected = merges(whole.prepared, place / "trained", case)
                 assert merges(one.prepared, folder / f"{index}-trained", case) == expected, case
@@ -163,8 +187,11 @@ def merge_exactly(rank: int, join: forks.Join, cases: list[Case], folder: Path) 
 
 @pytest.mark.parametrize(
     ("cases", "world_size"),
-    few([(FEW, 2), (MANY, 2), (MANY, 4), (OF_METHODS, 2), (OF_FSDP1, 2), (OF_FSDP1, 4)], [(FEW, 2)]),
-    ids=["few", "fsdp2", "fsdp2-by-4", "methods", "fsdp1", "fsdp1-by-4"],
+    few(
+        [(FEW, 2), (MANY, 2), (MANY, 4), (OF_METHODS, 2), (OF_KINDS, 2), (OF_FSDP1, 2), (OF_FSDP1, 4)],
+        [(FEW, 2)],
+    ),
+    ids=["few", "fsdp2", "fsdp2-by-4", "methods", "kinds", "fsdp1", "fsdp1-by-4"],
 )
 def test_the_files_are_those_of_the_unsharded_merge(cases: list[Case], world_size: int, tmp_path: Path) -> None:
     forks.run_ranks(merge_exactly, cases, tmp_path, world_size=world_size)
