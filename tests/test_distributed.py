@@ -48,6 +48,25 @@ def trains_equally(rank: int, model: torch.nn.Module) -> None:
         assert before.diff(Snapshot(model), moved=True) == []
 
 
+def drifts_apart_after_a_restore(rank: int, model: torch.nn.Module) -> None:
+    """What the page on sharding warns of: DDP synchronizes what was trainable when it was made."""
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    parallel = DistributedDataParallel(adapt("llama", model), find_unused_parameters=True)
+    prepared.restore()
+    optimizer = torch.optim.SGD([p for p in parallel.parameters() if p.requires_grad], lr=0.1)
+    parallel(**zoo.inputs("llama", model, seed=rank)).loss.backward()
+    optimizer.step()
+    for parameter, is_same in ((model.lm_head.weight, False), (parameters_of_lora(model)[0], True)):
+        flat = parameter.detach().float().flatten()
+        others = [torch.zeros_like(flat) for _ in range(forks.WORLD_SIZE)]
+        distributed.all_gather(others, flat)
+        assert torch.equal(*others) == is_same
+
+
+def parameters_of_lora(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for fqn, p in model.named_parameters() if "lora_B" in fqn]
+
+
 def refuses_what_is_sharded(rank: int, model: torch.nn.Module) -> None:
     prepared = KbitPreparedModel(model, precision="full").prepare()
     for layer in model.model.layers:
@@ -66,10 +85,11 @@ def refuses_what_is_sharded(rank: int, model: torch.nn.Module) -> None:
 
 def train_and_shard(rank: int, join: forks.Join) -> None:
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    models = zoo.load("llama"), zoo.load("llama")
+    models = [zoo.load("llama") for _ in range(3)]
     with join():
         trains_equally(rank, models[0])
         refuses_what_is_sharded(rank, models[1])
+        drifts_apart_after_a_restore(rank, models[2])
 
 
 def test_in_two_processes() -> None:
