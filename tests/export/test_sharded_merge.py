@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,12 +10,12 @@ import peft
 import pytest
 import torch
 import transformers
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import kbitwrap.export.adapted as adapted_module
 from kbitwrap import KbitPreparedModel
 from support import forks, zoo
-from support.engines import ENGINES, copy_adapters, fsdp1_of_peft
+from support.engines import ENGINES, copy_adapters, fsdp1_of_peft, fsdp2
 from support.files import SHARD, read, tensors_of
 from support.layers import LORA, adapted_layers
 from support.losing import TIMEOUT, export_until_killed, lose
@@ -25,7 +26,11 @@ from support.thorough import few
 from support.training import step
 
 FORMS = ("half", "mixed", "quantized")
-SHARDS = {**ENGINES, "fsdp1-of-peft": fsdp1_of_peft}
+SHARDS = {
+    **ENGINES,
+    "fsdp1-of-peft": fsdp1_of_peft,
+    "fsdp2-offloaded": functools.partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+}
 
 
 class Case(NamedTuple):
@@ -35,6 +40,10 @@ class Case(NamedTuple):
     precision: str = "norms"
     dtype: torch.dtype = torch.bfloat16
     adapters: str = "lora"
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.engine.startswith("fsdp2")
 
 
 FEW = [
@@ -75,6 +84,7 @@ OF_KINDS = [
     )
     for engine in ENGINES
 ]
+OF_KINDS.append(Case("llama", "fsdp2-offloaded"))
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
 METHODS: dict[str, dict[str, Any]] = {
     "AdaLoraConfig": {"total_step": 10},
@@ -101,7 +111,7 @@ OF_FSDP1 = [
 
 def load(case: Case) -> transformers.PreTrainedModel:
     """A model that the engine can shard: FSDP1 lays out flat what has one dtype, which is no integer."""
-    if case.engine == "fsdp2" or case.quant is None:
+    if case.is_fsdp2 or case.quant is None:
         return zoo.load(case.architecture, case.quant, case.dtype)
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -118,16 +128,16 @@ def adapt(case: Case, model: transformers.PreTrainedModel) -> peft.PeftModel:
     if case.adapters in METHODS:
         torch.manual_seed(0)
         config = getattr(peft, case.adapters)(**TARGETS | METHODS[case.adapters])
-        peft_model = peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine == "fsdp2")
+        peft_model = peft.get_peft_model(model, config, autocast_adapter_dtype=case.is_fsdp2)
         jitter(peft_model)
         return peft_model
     # small enough for the codes of a quantized merge
     options = {"lora_alpha": 0.25} | OPTIONS.get(case.adapters, {})
     torch.manual_seed(0)
     config = zoo.lora_config(case.architecture, modules_to_save=case.adapters == "head", **options)
-    peft_model = peft.get_peft_model(model, config, autocast_adapter_dtype=case.engine == "fsdp2")
+    peft_model = peft.get_peft_model(model, config, autocast_adapter_dtype=case.is_fsdp2)
     if case.adapters == "two":
-        peft_model.add_adapter("other", config, autocast_adapter_dtype=case.engine == "fsdp2")
+        peft_model.add_adapter("other", config, autocast_adapter_dtype=case.is_fsdp2)
         peft_model.base_model.set_adapter(["default", "other"])
     return peft_model
 

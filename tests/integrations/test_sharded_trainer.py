@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +100,11 @@ def go_on(rank: int, join: forks.Join, state_dict_type: str, storage: torch.dtyp
         runs = [KbitPreparedModel(model, precision="norms").prepare() for model in models]
         with accelerate_with_fsdp():
             whole = trainer_of(runs[0], folder / "whole", state_dict_type)
-            whole.train()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                whole.train()
+            is_said = any("Excluding from FSDP2 sharding" in str(warning.message) for warning in caught)
+            assert is_said == (rank == 0 and not storage.is_floating_point)
             assert whole.accelerator.distributed_type == DistributedType.FSDP
             # accelerate leaves integers whole
             weight = models[0].model.layers[0].self_attn.q_proj.base_layer.weight
