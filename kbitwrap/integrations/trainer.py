@@ -532,12 +532,16 @@ def _refuse_lost_adapters(model: _Model) -> None:
         return
     state = {}
     for fqn, parameter in sharded_parameters(model).items():
-        if parameter.requires_grad:
+        if parameter.requires_grad and _OF_FSDP1 in fqn:
             state[fqn.replace(_OF_FSDP1, "")] = parameter
-    if not state or get_peft_model_state_dict(
-        model, state_dict=state, save_embedding_layers=False
-    ):
+    if not state:
         return
+    for name in model.peft_config:
+        found = get_peft_model_state_dict(
+            model, state, adapter_name=name, save_embedding_layers=False
+        )
+        if found:
+            return
     raise UnsupportedModelError(
         "PEFT finds no adapter in a model whose blocks FSDP1 wrapped, so checkpoints would hold none, and none would "
         'be loaded from them: shard by FSDP2 (fsdp_config={"version": 2, ...}), or train with save_strategy="no" and '

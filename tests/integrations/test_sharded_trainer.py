@@ -65,7 +65,12 @@ def load(storage: torch.dtype) -> transformers.PreTrainedModel:
 
 
 def trainer_of(
-    prepared: KbitPreparedModel, folder: Path, state_dict_type: str, version: int = 2, **kwargs: Any
+    prepared: KbitPreparedModel,
+    folder: Path,
+    state_dict_type: str,
+    version: int = 2,
+    adapter_name: str = "default",
+    **kwargs: Any,
 ) -> RecordingTrainer:
     fsdp_config = {
         "version": version,
@@ -75,6 +80,10 @@ def trainer_of(
         "state_dict_type": state_dict_type,
     }
     peft_model = adapt(prepared.model)
+    if adapter_name != "default":
+        peft_model.add_adapter(adapter_name, peft_model.peft_config["default"])
+        peft_model.set_adapter(adapter_name)
+        peft_model.delete_adapter("default")
     callback = KbitTrainerCallback(prepared)
     options = {"fsdp": True, "fsdp_config": fsdp_config, "ddp_backend": "gloo", "per_device_train_batch_size": 1}
     return trainer_for(peft_model, folder, callbacks=[callback], **EVERY_STEP | options | kwargs)
@@ -195,7 +204,7 @@ def merge_under_fsdp1(rank: int, join: forks.Join, folder: Path) -> None:
     with join():
         saves_none = pytest.raises(UnsupportedModelError, match=r'PEFT finds no adapter.*"version": 2')
         with accelerate_with_fsdp():
-            trainer = trainer_of(refused, folder / "refused", "SHARDED_STATE_DICT", version=1)
+            trainer = trainer_of(refused, folder / "refused", "SHARDED_STATE_DICT", version=1, adapter_name="other")
             with saves_none:
                 trainer.train()
             assert trainer.losses == []
