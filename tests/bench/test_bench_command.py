@@ -70,7 +70,8 @@ def test_the_command_prints_tables(
 def test_the_command_prints_predictions_beside_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "run_benchmark", lambda *_: predicted_cases())
+    result = predicted_cases()  # which calls what is replaced next
+    monkeypatch.setattr(runner, "run_benchmark", lambda *_: result)
     assert main(["bench", "--step"]) == 0
     rows = re.findall(r"^(?:\d+ +)?compute-chunked .*", capsys.readouterr().out, re.MULTILINE)
     assert len(rows) == 3  # preparing; the step; its prediction

@@ -139,7 +139,7 @@ def test_suspending_what_was_sharded_since_is_refused_before_anything_changes(
     assert [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in model.named_parameters()] == before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # a FutureWarning since torch 2.15
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # a FutureWarning since torch 2.14
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_module_of_torchscript_is_refused_by_name(is_inside: bool) -> None:
     scripted = torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4))
