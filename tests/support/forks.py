@@ -31,10 +31,20 @@ def start() -> None:
     A server of multiprocessing's own making is a new interpreter, which imports for seconds what is imported here.
     """
     importlib.import_module(PRELOADED)
+    os.register_at_fork(after_in_child=_renew_threads)
     forkserver.set_forkserver_preload([])
     resource_tracker.ensure_running()  # it is a process that `spawnv_passfds` makes too
     with mock.patch.object(util, "spawnv_passfds", _fork):
         forkserver.ensure_running()
+
+
+def _renew_threads() -> None:
+    """Have torch make its pool of threads anew now: after a fork it does so at the first use, and not thread-safely.
+
+    Where the main thread and one of autograd's use it first at once, torch aborts with "Invalid thread pool!".
+    """
+    torch = sys.modules["torch"]
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _fork(path: str, args: list[str], fds: list[int]) -> int:
