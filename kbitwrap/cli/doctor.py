@@ -26,7 +26,7 @@ _MOST_TENSORS = 5  # of a wrong merge, in its table
 SUMMARY = "Look for faults of a saved run that raise no error."
 HELP = """Look for faults of a saved run that raise no error.
 
-What is looked at is a checkpoint, an adapter or a Trainer's output folder; what is looked for: float32 left by a
+PATH is a checkpoint, an adapter or a Trainer's output folder. doctor looks for these faults: float32 left by a
 preparation, another base than the manifest's, adapters that are zero, not finite or of another dtype, layers and
 experts that were never quantized, tied weights that came apart, use_cache left off, idle devices, a merge into 4-bit
 weights, an optimizer that trained what was not saved, a save that was interrupted, a tokenizer with more ids than the
@@ -34,8 +34,8 @@ embeddings have rows. Each check made is printed: fine, fault, or not measured a
 
 Is a merged model what was trained? With --base and --adapter every tensor of PATH is compared with the base and the
 adapter, whatever tool merged them: how much of what the adapter learned is there, and what is wrong where it is not.
-With --base and --quant alone, PATH is compared with the dequantized base, which an engine needs that is sent adapters
-only.
+With --base and --quant alone, PATH is compared with the dequantized base: an engine that is sent adapters only needs
+that.
 
 Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 

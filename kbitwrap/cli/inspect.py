@@ -31,7 +31,7 @@ SUMMARY = "Show what a manifest records, or find float32 tensors left in a check
 HELP = """Show what a manifest records, or find float32 tensors left in a checkpoint.
 
 Of a manifest: which model was prepared, and how. Of a checkpoint: the float32 tensors that a preparation left in a
-half-precision model, and how to get rid of them. Headers are read, no tensor, and nothing in a file is run.
+half-precision model, and how to get rid of them. Only headers are read, and no code in a file is run.
 
 Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input."""
 

@@ -39,8 +39,8 @@ tensor at a time. With --as mixed the layers that the adapter does not touch sta
 and what the adapter adds is rounded at random, without bias. With --no-adapter the dequantized BASE alone is written.
 
 The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared with it.
-Without one, the config.json says it that axolotl and others save in ADAPTER. A GPU and a CPU may quantize a last bit
-differently: merge on the type of device that was trained on.
+Without one, the config.json in ADAPTER says it, where axolotl or another tool saved one. A GPU and a CPU may quantize
+a last bit differently: merge on the type of device that was trained on.
 
 Exit status: 0 written, 1 BASE is not the one that the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""

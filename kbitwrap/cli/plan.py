@@ -57,11 +57,11 @@ _OF_STEPS = (PEFT, "unprepared")
 _CACHED = "what it frees stays in the allocator's cache until that is emptied, as new versions of it do at the end"
 HELP = """Show what preparing a model costs, from its config alone; with --step, what a training step takes.
 
-No weight is read, and no code of the model's folder is run. Without --step, what each precision adds is printed, and
-PEFT's own preparation ("peft") beside them, then what it is added to. With it, the most that a step with LoRA
-holds in each phase and what it is held for; with --budget or --device-memory first whether that fits, and for each the
-longest sequence and the largest batch that do. --trainer gives the step of that trainer with its own defaults: its
-batch, length, loss, optimizer, autocast and checkpointing.
+No weight is read, and no code of the model's folder is run. Without --step, a table shows the bytes that each precision
+and PEFT's own preparation ("peft") add, and another the parameters by role. With --step, a table shows the most bytes
+that a step with LoRA holds in each phase, and what they are held for. With --budget or --device-memory the first line
+says whether that fits, and each precision has the longest sequence and the largest batch that fit. --trainer predicts
+the step of that trainer with its own defaults: its batch, length, loss, optimizer, autocast and checkpointing.
 
 Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad
 input."""
@@ -76,7 +76,7 @@ _Quant = Annotated[
         "--quant",
         QUANTS,
         f"Quantization: {KINDS_OF_NF4}; {DEFAULT_QUANT}, if left out. A model that is quantized already keeps its "
-        "own; with none, it is dequantized where transformers can.",
+        "own; none dequantizes it, where transformers can.",
     ),
 ]
 _Dtype = Annotated[
@@ -117,8 +117,8 @@ _Seq = Annotated[
         "--seq",
         "NUMBER",
         integer(1),
-        "Tokens in a sequence, with --step; what the trainer says, or else 2048 or the model's own longest if that is "
-        "less, if left out.",
+        "Tokens in a sequence, with --step. If left out: the default of --trainer; without it 2048, or the model's own "
+        "longest if that is less.",
     ),
 ]
 _Batch = Annotated[
@@ -127,7 +127,7 @@ _Batch = Annotated[
         "--batch",
         "NUMBER",
         integer(1),
-        "Sequences in a batch, with --step; what the trainer says, or else 1, if left out.",
+        "Sequences in a batch, with --step. If left out: the default of --trainer, or 1 without it.",
     ),
 ]
 _Accumulate = Annotated[
@@ -140,7 +140,11 @@ _Accumulate = Annotated[
     ),
 ]
 _Liger = Annotated[
-    bool, flag("--liger", "Train with Liger's kernels, with --trainer: refused by now.")
+    bool,
+    flag(
+        "--liger",
+        "Train with Liger's kernels, with --trainer; not predicted yet, so refused.",
+    ),
 ]
 _Engine = Annotated[
     str | None,

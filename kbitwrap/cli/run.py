@@ -34,8 +34,8 @@ is imported. Processes that the script starts are not affected. Options before S
 script's.
 
 With --plan it runs until a trainer of transformers or TRL would train, prints what a step will take and whether that
-fits, and stops. Nothing is trained, and no weights are read unless --load is given, which a script needs that computes
-with its model before it trains.
+fits, and stops. Nothing is trained, and models have no weights unless --load is given. A script that computes with its
+model before it trains needs --load.
 
 Exit status: that of the script; 2 if it cannot be read. With --plan: 0 the step fits or there is nothing to fit, 1 it
 does not, 2 it was not reached or cannot be predicted."""

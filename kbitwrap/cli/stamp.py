@@ -22,7 +22,8 @@ SUMMARY = "Write the manifest of a run that was made without kbitwrap."
 HELP = """Write the manifest of a run that was made without kbitwrap, beside its adapter.
 
 kbitwrap.json gets what ADAPTER and its base prove: the class, and the names, shapes, dtypes and digests of the base as
-the run had it. With it merge and doctor tell another base. What nothing proves is in it as unknown, and is printed.
+the run had it. By these merge and doctor recognize another base. What ADAPTER and its base do not prove is recorded as
+unknown, and printed.
 Stamp on the type of device that was trained on: a GPU and a CPU may quantize a last bit differently.
 
 Exit status: 0 written, 2 bad usage, bad input, or there is a manifest already."""

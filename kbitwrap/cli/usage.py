@@ -193,7 +193,7 @@ QuantInTraining = Annotated[
         "--quant",
         QUANTS,
         "How BASE was quantized in training, where neither its config nor a manifest says it: "
-        f"{KINDS_OF_NF4}. Another than in training gives other weights.",
+        f"{KINDS_OF_NF4}. Other settings than in training give other weights.",
     ),
 ]
 DtypeOfBase = Annotated[
