@@ -107,6 +107,8 @@ def differences(saved: Noted, noted: Noted) -> list[str]:
 def table(saved: Noted, columns: tuple[str, ...]) -> str:
     """The versions of some environments side by side: a row for each library that one of them has."""
     libraries = dict.fromkeys(library for column in columns for library in saved.get(column, {}))
+    if not libraries:
+        return "Nothing was noted here yet."
     lines = [
         f"| | {' | '.join(COLUMNS[column] for column in columns)} |",
         f"| --- |{' --- |' * len(columns)}",
