@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -209,16 +209,8 @@ class Blocks:
 
     def __init__(self, model: nn.Module, *, is_exact: bool) -> None:
         found = list(_outermost(model, None))
-        # No other block does what one does that shares parameters: they are held, and
-        # get a gradient, once.
-        holders = Counter(
-            id(tensor)
-            for blocks, *_ in found
-            for block in blocks
-            for tensor in block.parameters()
-        )
+        holders = _holders([blocks for blocks, *_ in found])
         self.stacks = []
-        self._owners: dict[int, Part] = {}
         for number, (blocks, config, holder) in enumerate(found):
             kinds = _kinds(blocks, holders)
             if _is_numbered(len(blocks), config, holder):
@@ -231,12 +223,35 @@ class Blocks:
                 list(range(len(kinds))),
             )
             self.stacks.append(stack)
-            for index, block in enumerate(blocks):
-                for module in block.modules():
-                    self._owners[id(module)] = Part(number, index)
         self.is_tried = False
         if not is_exact:
             self.keep(_INNER + 1)
+        self._owners: dict[int, Part] = {}
+        self.own()
+
+    def own(self) -> None:
+        """Note what lies in each block that is kept: anew, after blocks were given more."""
+        for stack in self.stacks:
+            for index, block in zip(stack.kept, stack.blocks, strict=True):
+                for module in block.modules():
+                    self._owners[id(module)] = Part(stack.number, index)
+
+    def are_alike(self, model: nn.Module) -> bool:
+        """Whether the blocks of each kind are still of one kind, after they were given more.
+
+        Args:
+            model: The model with all that it was given.
+        """
+        lists = [blocks for blocks, *_ in _outermost(model, None)]
+        if lists != [stack.blocks for stack in self.stacks]:
+            return False
+        holders = _holders(lists)
+        for stack in self.stacks:
+            before = [stack.kinds[index] for index in stack.kept]
+            now = zip(before, _kinds(stack.blocks, holders), strict=True)
+            if len(set(now)) > len(set(before)):
+                return False
+        return True
 
     def keep(self, num_inner: int) -> None:
         """Keep so many blocks of each kind, between the first and the last."""
@@ -476,6 +491,19 @@ def _are_numbers(value: Any, num_blocks: int) -> bool:
     if not isinstance(value, (list, tuple)) or not 0 < len(value) < num_blocks:
         return False
     return all(type(one) is int and 0 <= one < num_blocks for one in value)
+
+
+def _holders(lists: Iterable[nn.ModuleList]) -> Counter[int]:
+    """The number of blocks that each parameter lies in, by its id.
+
+    No other block does what one does that shares parameters: they are held, and get a
+    gradient, once.
+    """
+    holders: Counter[int] = Counter()
+    for blocks in lists:
+        for block in blocks:
+            holders.update(map(id, block.parameters()))
+    return holders
 
 
 def _kinds(blocks: nn.ModuleList, holders: Mapping[int, int]) -> list[int]:

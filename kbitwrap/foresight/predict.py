@@ -14,6 +14,7 @@ from typing import Any
 from ..config import Precision, PrepareConfig, parse_bytes
 from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
+from .adapters import with_adapters
 from .batch import MOST_TOKENS, batch_shape, complete, make_batch
 from .blocks import Blocks
 from .built import Built, is_trainer
@@ -25,7 +26,7 @@ from .memory import StepMemory
 from .optimizers import OptimizerSteps, named_steps
 from .quantization import follow_cuda, unlogged
 from .search import TILE, Search
-from .subject import PEFT, UNPREPARED, Subject, with_adapters
+from .subject import PEFT, UNPREPARED, Subject
 from .trace import Step, Trace, trace
 from .trainer_arguments import (
     batch_of,
@@ -437,26 +438,36 @@ class StepPredictor:
         """The model, built at the first time that it is asked for."""
         what = f"a {type(self._source).__name__} cannot be copied or prepared"
         with _one_at_a_time(), _explained(what):
-            trainer = None
-            if self._args is None:
-                subject = self._subject(
-                    self._source, fields=self._fields, adapt=with_adapters
-                )
-            else:
-                trainer = TrainerStep(self._args, self._on_cuda, self._built)
-                fields = checkpointing_of(self._args) | self._fields
-                rehearsal = trainer.rehearsal
-                subject = self._subject(
-                    rehearsal.source(self._source),
-                    fields=fields,
-                    adapt=rehearsal.build,
-                )
-            blocks = Blocks(subject.model, is_exact=self._exact)
+            subject, trainer = self._prepare(cuts_first=True)
+            if not subject.is_told:
+                subject, trainer = self._prepare(cuts_first=False)
             fakes = FakeModel(subject.model)
             with fakes.mode:
                 self._devices.join(fakes.model)
             has_int8 = self._on_cuda and follow_cuda(fakes.model)
-            return Made(subject, fakes, blocks, has_int8, trainer)
+            return Made(subject, fakes, subject.blocks, has_int8, trainer)
+
+    def _prepare(self, *, cuts_first: bool) -> tuple[Subject, TrainerStep | None]:
+        """Prepare the model, by itself or in the trainer that runs its step.
+
+        Args:
+            cuts_first: Whether blocks may be left out before the others get adapters.
+        """
+        prepare = functools.partial(
+            self._subject,
+            is_exact=self._exact,
+            cuts_first=cuts_first,
+        )
+        if self._args is None:
+            return prepare(self._source, fields=self._fields, adapt=with_adapters), None
+        trainer = TrainerStep(self._args, self._on_cuda, self._built)
+        rehearsal = trainer.rehearsal
+        subject = prepare(
+            rehearsal.source(self._source),
+            fields=checkpointing_of(self._args) | self._fields,
+            adapt=rehearsal.build,
+        )
+        return subject, trainer
 
 
 @dataclass(frozen=True)

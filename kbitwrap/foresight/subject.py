@@ -21,6 +21,8 @@ from ..model.wrappers import REPLACES
 from ..preparation.engines import check_sharding
 from ..preparation.plan import plan_for
 from ..preparation.preparation import Preparation
+from .adapters import checked, numbers_no_block
+from .blocks import Blocks
 from .fakes import Memory, in_memory_of
 from .flash import flash_model
 from .loading import LOADING, loading_bytes
@@ -172,6 +174,17 @@ class Subject:
         fields: Fields of ``PrepareConfig``.
         engine: What shards or repeats it on several devices, if something does.
         adapt: Gives the model adapters of a config; of ``None``, where it has some.
+        is_exact: Whether to keep all blocks.
+        cuts_first: Whether blocks may be left out before the others get adapters.
+
+    Attributes:
+        model: The model.
+        blocks: Those of its blocks that are kept.
+        is_told: Whether they tell what the others do; false where adapters made
+            differences between blocks that were alike, and some were left out before.
+        loading_bytes: The most that loading holds; ``None`` where it is not known.
+        warnings: What a user has to know of the preparation.
+        name: The name of the model's class.
     """
 
     def __init__(
@@ -185,6 +198,8 @@ class Subject:
         fields: Mapping[str, Any],
         engine: str | None,
         adapt: Callable[[nn.Module, Any], nn.Module],
+        is_exact: bool = False,
+        cuts_first: bool = True,
     ) -> None:
         base = base_of(source, quantization_config, dtype)
         if engine is not None:
@@ -217,7 +232,11 @@ class Subject:
             preparation = Preparation(self._holder)
             tree = tree_of(base)
             preparation.apply(plan_for(tree, config, engine), tree)
-        adapters = None if has_adapters else _checked(lora)
+        adapters = None if has_adapters else checked(lora)
+        # To leave blocks out before they get adapters takes less.
+        is_early = cuts_first and not is_exact and numbers_no_block(adapters)
+        if is_early:
+            self.blocks = Blocks(base, is_exact=False)
         with with_statistics(base), torch.device("meta"), as_on_cpu():
             model = adapt(base, adapters)
         if preparation is not None:
@@ -228,6 +247,12 @@ class Subject:
         assumed: tuple[str, ...] = vars(base).get(ASSUMED, ())
         self.warnings = assumed if preparation is None else preparation.plan.warnings
         self.model = model.train()
+        self.is_told = True
+        if is_early:
+            self.blocks.own()
+            self.is_told = self.blocks.are_alike(model)
+        else:
+            self.blocks = Blocks(model, is_exact=is_exact)
         self.name = type(base).__name__
 
 
@@ -276,47 +301,3 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
             f"PEFT cannot prepare this {type(model).__name__}: {error}"
         ) from error
     return prepared
-
-
-def _checked(lora: Any) -> Any:
-    """A copy of a config of adapters, whose initial values take no weights; of the default one for ``None``."""
-    import peft
-
-    if lora is None:
-        lora = peft.LoraConfig(r=16, target_modules="all-linear")
-    if not isinstance(lora, peft.PeftConfig):
-        raise ConfigError(
-            f"lora: expected a config of PEFT such as LoraConfig(r=16), found {type(lora).__name__}"
-        )
-    lora = copy.deepcopy(lora)
-    if isinstance(getattr(lora, "init_lora_weights", True), str):
-        # the values do not matter here, and to make them takes weights
-        lora.init_lora_weights = True
-    return lora
-
-
-def with_adapters(model: nn.Module, lora: Any) -> nn.Module:
-    """Give a model adapters by PEFT's function.
-
-    Args:
-        model: The model.
-        lora: The config of the adapters; ``None`` leaves the model as it is.
-
-    Returns:
-        The model with them.
-
-    Raises:
-        UnsupportedModelError: PEFT refuses the config.
-    """
-    import peft
-
-    if lora is None:
-        return model
-    try:
-        adapted: nn.Module = peft.get_peft_model(model, lora)
-    # whatever PEFT raises for a config that does not suit the model
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"PEFT cannot put these adapters on the model: {error}"
-        ) from error
-    return adapted

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
 from transformers import BitsAndBytesConfig
 
 from kbitwrap import StepMemory, predict_step
@@ -98,6 +99,55 @@ def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 2, 3, 4, 5, 6])
     cut, all_ = both(config("Llama", num_hidden_layers=8), lora=lora, optimizer="sgd", gradient_checkpointing=False)
     assert cut.traced_blocks < all_.traced_blocks == 8
+    assert figures(cut) == figures(all_)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    few(
+        [
+            {"target_modules": r".*layers\.[2-5]\..*q_proj"},
+            {"target_modules": ["layers.5.self_attn.q_proj", "layers.6.self_attn.q_proj"]},
+            {"target_modules": ["q_proj"], "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 32}},
+            {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.4.self_attn.v_proj"]},
+            {"target_modules": ["q_proj"], "modules_to_save": [r"layers\.4\.mlp"]},
+        ],
+        [{"target_modules": ["q_proj"], "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 32}}],
+    ),
+    ids=str,
+)
+def test_adapters_that_name_blocks_by_number_are_made_of_all_of_them(fields: dict[str, Any]) -> None:
+    cut, all_ = both(config("Llama", num_hidden_layers=10), lora=LoraConfig(**fields), quantization_config=NF4)
+    assert figures(cut) == figures(all_)
+
+
+def test_blocks_that_adapters_are_not_told_apart_by_are_left_out_before_these_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    get_peft_model = peft.get_peft_model
+
+    def counted(model: Any, *args: Any) -> Any:
+        made.append(len(model.model.layers))
+        return get_peft_model(model, *args)
+
+    monkeypatch.setattr(peft, "get_peft_model", counted)
+    model = config("Llama", num_hidden_layers=12)
+    settings = {"quantization_config": NF4, "batch_size": 1, "seq_len": 8}
+    for lora in (None, LORA, LoraConfig(r=2, target_modules="all-linear", use_dora=True)):
+        assert predict_step(model, lora=lora, **settings).num_blocks == 12
+    assert made == [5, 5, 5]
+    made.clear()
+    predict_step(model, lora=IA3Config(target_modules=["q_proj"], feedforward_modules=[]), **settings)
+    assert made == [12]
+
+
+def test_blocks_before_the_first_adapter_are_of_a_kind_of_their_own() -> None:
+    kinds = [*["conv"] * 5, "full_attention"] * 2 + ["conv"] * 2
+    model = config("Lfm2", num_hidden_layers=14, layer_types=kinds, block_multiple_of=8)
+    lora = LoraConfig(target_modules=["q_proj"])  # in two blocks
+    cut, all_ = both(model, lora=lora, quantization_config=NF4)
+    assert cut.traced_blocks < all_.traced_blocks == 14
     assert figures(cut) == figures(all_)
 
 
