@@ -21,6 +21,7 @@ _MADE_ON_META = {
     _aten.detach.default,
     _aten.expand.default,
     _aten.slice.Tensor,
+    _aten.squeeze.dim,
     _aten.t.default,
     _aten.transpose.int,
     _aten.unsqueeze.default,
@@ -42,6 +43,7 @@ _OF_EACH = {
 
 _ELEMENTWISE = {
     _aten.add.Tensor,
+    _aten.div.Scalar,
     _aten.div.Tensor,
     _aten.mul.Scalar,
     _aten.mul.Tensor,
@@ -97,9 +99,10 @@ def _told_of_one(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | No
     rule = _RULES.get(func) or _OF_BITSANDBYTES.get(func.name())
     if rule is None:
         return None
-    if not all(isinstance(value, FakeTensor) for value in _tensors(args)):
+    tensors = _tensors(args)
+    if not all(isinstance(value, FakeTensor) for value in tensors):
         return None
-    first = args[0]
+    first: Any = tensors[0]
     with in_kernel_invocation_manager(first.fake_mode):
         made = rule(func, args, kwargs)
     if made is None:
@@ -108,7 +111,14 @@ def _told_of_one(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | No
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    return [value for value in args if isinstance(value, Tensor)]
+    """The tensors among arguments, and in lists of them."""
+    found: list[Tensor] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) is list:
+            found += _tensors(value)
+    return found
 
 
 def _on_meta(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
@@ -143,10 +153,43 @@ def _elementwise(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | No
     if not dtype.is_floating_point:
         return None
     for tensor in tensors:
-        is_plain = tensor.dtype == dtype and tensor.is_contiguous()
-        if not is_plain or not _reaches(tensor.shape, shape):
+        if tensor.dtype != dtype or not _reaches(tensor.shape, shape):
             return None
-    return _empty(shape, dtype)
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return _empty(shape, dtype)
+    strides = _strides_like(tensors[0], shape)
+    if strides is None:
+        return None
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _strides_like(first: Tensor, shape: torch.Size) -> list[int] | None:
+    """The strides of an output that lies as the first input does, without gaps.
+
+    Dimensions are in the order of the first input's strides: TensorIterator.cpp,
+    ``reorder_dimensions``.
+
+    Args:
+        first: The first input.
+        shape: The shape of the output.
+
+    Returns:
+        The strides; ``None`` where other inputs have a say in the order.
+    """
+    if first.shape != shape:
+        return None
+    own = first.stride()
+    if 0 in own or len(set(own)) < len(own):
+        return None
+    strides = list(own)
+    num_elements = num_spanned = 1
+    for dim in sorted(range(len(own)), key=own.__getitem__):
+        strides[dim] = num_elements
+        num_elements *= shape[dim]
+        num_spanned += (shape[dim] - 1) * own[dim]
+    # without gaps, strides are kept, that of a dimension of one element too
+    is_dense = num_spanned == num_elements
+    return None if is_dense and strides != list(own) else strides
 
 
 def _reaches(shape: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -165,6 +208,14 @@ def _product(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     return _empty((left.shape[0], right.shape[1]), left.dtype)
 
 
+def _products(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The products of matrices in two batches."""
+    left, right = args
+    if left.dtype != right.dtype:
+        return None
+    return _empty((*left.shape[:2], right.shape[2]), left.dtype)
+
+
 def _linear(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The product of rows with a weight, without a bias."""
     if len(args) > 2 and args[2] is not None:
@@ -181,6 +232,48 @@ def _mean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         return None
     values = args[0]
     return _empty((*values.shape[:-1], 1), values.dtype)
+
+
+def _sum(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The sum of floats over some dimensions."""
+    values, dims = args[:2]
+    if kwargs or not dims or not values.dtype.is_floating_point:
+        return None
+    keeps = len(args) > 2 and args[2]
+    shape = list(values.shape)
+    for dim in dims:
+        shape[dim] = 1 if keeps else 0
+    return _empty([size for size in shape if size], values.dtype)
+
+
+def _joined(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Tensors of one dtype, one after the other, whose channels do not lie together."""
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else 0
+    first = tensors[0]
+    shape = list(first.shape)
+    shape[dim] = 0
+    for tensor in tensors:
+        is_alike = tensor.dtype == first.dtype and tensor.dim() == first.dim()
+        if not is_alike or not tensor.numel() or _may_be_channels_last(tensor):
+            return None
+        shape[dim] += tensor.shape[dim]
+    return _empty(shape, first.dtype)
+
+
+def _may_be_channels_last(tensor: Tensor) -> bool:
+    """Whether torch may take the strides of a tensor for those of images whose channels lie together."""
+    return tensor.dim() in (4, 5) and tensor.stride(1) <= tensor.stride(-1)
+
+
+def _softmax(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """A softmax, or its gradient, of what is contiguous and has the dtype that is asked for."""
+    first = args[0]
+    is_plain = first.is_contiguous() and first.dtype.is_floating_point
+    others = [value for value in args if isinstance(value, torch.dtype)]
+    if kwargs or not is_plain or others not in ([], [first.dtype]):
+        return None
+    return _empty(first.shape, first.dtype)
 
 
 def _zeros(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -211,11 +304,16 @@ _NUM_OF_DEQUANTIZE = 6  # packed values, scales, block size, type, shape, dtype
 _RULES: dict[Any, Callable[[Any, Any, Mapping[str, Any]], Tensor | None]] = {
     **dict.fromkeys(_MADE_ON_META, _on_meta),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    _aten._safe_softmax.default: _softmax,
+    _aten._softmax_backward_data.default: _softmax,
     _aten._to_copy.default: _copied,
+    _aten.bmm.default: _products,
+    _aten.cat.default: _joined,
     _aten.linear.default: _linear,
     _aten.mean.dim: _mean,
     _aten.mm.default: _product,
     _aten.slice_backward.default: _sliced_backward,
+    _aten.sum.dim_IntList: _sum,
     _aten.zeros_like.default: _zeros,
 }
 _OF_BITSANDBYTES = {"bitsandbytes::dequantize_4bit": _dequantized}

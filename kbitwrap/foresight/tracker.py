@@ -39,7 +39,10 @@ from .ledger import (
     highest_levels,
 )
 from .quantization import DECOMPOSED, on_device, statistics_of
+from .shapes import UNTOLD, told
 
+# the fields of every module, which hold no tensors but parameters and buffers
+_OF_TORCH = frozenset(vars(nn.Module()))
 _BETWEEN = ""  # after an optimizer's step, where no phase has begun
 _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
 
@@ -191,7 +194,9 @@ class Watch(TorchDispatchMode):
         if name in DECOMPOSED:
             with self:
                 return DECOMPOSED[name]()(*args, **kwargs)
-        output = func(*args, **kwargs)
+        output = told(func, args, kwargs)
+        if output is UNTOLD:
+            output = func(*args, **kwargs)
         for tensor in tensors_in(output):
             if self._counts(tensor) and self._known(tensor) is None:
                 self.follow_phase(is_made=True)
@@ -232,7 +237,9 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[Tensor, str, nn.Module]]:
         yield tensor.parameter, ADAPTERS if is_adapter else WEIGHTS, tensor.module
     for node in tree.nodes:
         module = node.module
-        for value in tensors_in([*module._buffers.values(), *vars(module).values()]):
+        fields = vars(module)
+        others = [fields[name] for name in fields if name not in _OF_TORCH]
+        for value in tensors_in([*module._buffers.values(), *others]):
             yield value, WEIGHTS, module
         for value in statistics_of(module):
             yield value, STATISTICS, module

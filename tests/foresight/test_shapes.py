@@ -14,6 +14,10 @@ from kbitwrap.foresight.shapes import UNTOLD, told
 aten = torch.ops.aten
 ROWS = torch.rand(2, 3, 8, dtype=torch.bfloat16)
 WIDE, WEIGHT = torch.rand(6, 8), torch.rand(5, 8)
+HEADS = torch.rand(1, 5, 2, 8, dtype=torch.bfloat16).transpose(1, 2)  # as attention lays them
+HALVES = [HEADS[..., 4:], HEADS[..., :4]]
+POSITIONS = torch.rand(1, 1, 5, 8, dtype=torch.bfloat16)
+IMAGES = torch.rand(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
 EACH = [torch.rand(4, 3), torch.rand(5)]
 PLAIN: list[tuple[Any, list[Any], dict[str, Any]]] = [
     (aten.add.Tensor, [ROWS, ROWS[:, :1].contiguous()], {}),
@@ -22,6 +26,21 @@ PLAIN: list[tuple[Any, list[Any], dict[str, Any]]] = [
     (aten.mul.Tensor, [ROWS[0, 0], ROWS], {}),
     (aten.mul.Scalar, [WIDE, 2], {}),
     (aten.neg.default, [ROWS], {}),
+    (aten.neg.default, [HALVES[0]], {}),  # with gaps between its rows
+    (aten.neg.default, [IMAGES[:, :1]], {}),
+    (aten.mul.Tensor, [HEADS, POSITIONS], {}),
+    (aten.mul.Scalar, [HEADS.transpose(2, 3), 0.5], {}),
+    (aten.add.Tensor, [HEADS, HEADS.contiguous()], {}),
+    (aten.add.Tensor, [HEADS.contiguous(), HEADS], {}),
+    (aten.div.Scalar, [WIDE, 3], {}),
+    (aten.cat.default, [HALVES, -1], {}),
+    (aten.cat.default, [[WIDE, WIDE]], {}),
+    (aten.sum.dim_IntList, [ROWS, [1], True], {}),
+    (aten.sum.dim_IntList, [HEADS, [1, -1]], {}),
+    (aten.bmm.default, [HEADS[0], HEADS[0].transpose(1, 2)], {}),
+    (aten.squeeze.dim, [POSITIONS, 1], {}),
+    (aten._safe_softmax.default, [ROWS, -1], {}),
+    (aten._softmax_backward_data.default, [ROWS, ROWS, -1, torch.bfloat16], {}),
     (aten.pow.Tensor_Scalar, [WIDE, 2], {}),
     (aten.rsqrt.default, [WIDE], {}),
     (aten.silu.default, [ROWS], {}),
@@ -46,7 +65,14 @@ PLAIN: list[tuple[Any, list[Any], dict[str, Any]]] = [
 OTHERS: list[tuple[Any, list[Any], dict[str, Any]]] = [
     (aten.mul.Tensor, [ROWS, WIDE[0]], {}),  # of two dtypes
     (aten.add.Tensor, [torch.arange(3), 1.5], {}),
-    (aten.mul.Tensor, [ROWS.transpose(1, 2), ROWS.transpose(1, 2)], {}),
+    (aten.mul.Tensor, [POSITIONS, HEADS], {}),  # the second says how it lies
+    (aten.mul.Tensor, [ROWS[:, :1].expand(2, 3, 8), ROWS.transpose(1, 2).contiguous().transpose(1, 2)], {}),
+    (aten.neg.default, [torch.rand(4, 6, 8).as_strided((1, 4, 8), (3, 1, 4))], {}),  # a stride that says nothing
+    (aten.cat.default, [[WIDE, torch.rand(6, 8, dtype=torch.float64)]], {}),
+    (aten.cat.default, [[WIDE, torch.rand(0)]], {}),
+    (aten.cat.default, [[IMAGES, IMAGES], 1], {}),
+    (aten.sum.dim_IntList, [torch.arange(3), [0]], {}),
+    (aten._softmax_backward_data.default, [WIDE, WIDE, -1, torch.bfloat16], {}),
     (aten.add.Tensor, [torch.rand(3, 1), torch.rand(1, 4)], {}),  # larger than both
     (aten.mean.dim, [WIDE, [0]], {}),
     (aten.zeros_like.default, [WIDE], {"dtype": torch.int64}),
