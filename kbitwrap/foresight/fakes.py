@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +24,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor
-from .quantization import quantize_fakes, replace_tensors, warm_tables
+from .quantization import Statistics, quantize_fakes, replace_tensors, warm_tables
 from .shapes import UNTOLD, told
 
 OPERATION = "_kbitwrap_operation"
@@ -402,6 +406,7 @@ class FakeModel:
         self.was_run = False
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._memory: Memory = {}
+        self._statistics = Statistics("cpu")
         warm_tables()
         with self.mode:
             for module in model.modules():
@@ -478,11 +483,19 @@ class FakeModel:
                 f"expected plain tensors and weights of bitsandbytes, found a {type(tensor).__name__}, whose "
                 "operations cannot be followed without values"
             )
-        made = in_memory_of(tensor, self._memory, "cpu")
+        made = self._made_of(tensor)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         self._made[id(tensor)] = tensor, made
         return made
+
+    def _made_of(self, tensor: Tensor) -> Tensor:
+        """The fake tensor of another one: in the same memory, if that is one of the meta device, which has no bytes."""
+        if not tensor.is_meta:
+            return in_memory_of(tensor, self._memory, "cpu")
+        with in_kernel_invocation_manager(self.mode):
+            plain = tensor.detach().as_subclass(Tensor)
+        return FakeTensor(self.mode, plain, torch.device("cpu"))
 
     def _replace(self, module: nn.Module) -> None:
         """Put fake tensors in the place of all that a module holds."""
@@ -505,7 +518,8 @@ class FakeModel:
     def _fake_parameter(self, module: nn.Module, parameter: Any) -> Tensor:
         """The fake parameter of a module; a quantized one brings its statistics along."""
         if is_quantized_parameter(parameter) and id(parameter) not in self._made:
-            made = quantize_fakes(module, parameter, self.fake)
+            statistics = self._statistics.of(parameter)
+            made = quantize_fakes(module, parameter, statistics, self.fake)
             if made is not None:
                 self._made[id(parameter)] = parameter, made
         return self.fake(parameter)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -89,21 +90,70 @@ def statistics_of(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
+class Statistics:
+    """Makes the statistics of weights: the library's own functions make them once for weights that are alike.
+
+    Args:
+        device: The device that they are to be on.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._known: dict[Hashable, Any] = {}
+
+    def of(self, parameter: Any) -> Any:
+        """The statistics of a weight: those that it has, or new ones if it was built from a config."""
+        if not is_built(parameter):
+            name = "SCB" if _is_int8(parameter) else "quant_state"
+            return getattr(parameter, name, None)  # other libraries' weights have none
+        settings = [getattr(parameter, name, None) for name in _SETTINGS]
+        whole = parameter.unpacked
+        kind = type(parameter), parameter.dtype, whole.shape, whole.dtype, *settings
+        if kind not in self._known:
+            self._known[kind] = self._make(parameter)
+        return _copied(self._known[kind])
+
+    def _make(self, parameter: Any) -> Any:
+        functional: Any = sys.modules["bitsandbytes.functional"]
+        whole = parameter.unpacked
+        dtype = torch.float16 if _is_int8(parameter) else whole.dtype
+        weight = torch.empty(whole.shape, dtype=dtype, device=self._device)
+        if _is_int8(parameter):
+            return functional.int8_vectorwise_quant(weight)[1]
+        return _in_four_bits(parameter, weight)[1]
+
+
+_SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+
+
+def _copied(statistics: Any) -> Any:
+    """New statistics like others; tables with values, which the library keeps for all weights, are in both."""
+    if isinstance(statistics, Tensor):
+        return torch.empty_like(statistics)
+    memo: dict[int, Any] = {}
+    for _, _, tensor in _places(statistics):
+        is_table = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        memo[id(tensor)] = tensor if is_table else torch.empty_like(tensor)
+    return copy.deepcopy(statistics, memo)
+
+
 def quantize_fakes(
-    module: nn.Module, parameter: Any, fake: Callable[[Any], Any]
+    module: nn.Module,
+    parameter: Any,
+    statistics: Any,
+    fake: Callable[[Any], Any],
 ) -> Any:
     """A stand-in for a bitsandbytes weight: a plain parameter of its storage, with the statistics that go with it.
 
     Args:
         module: The layer.
-        parameter: Its weight. One that has statistics keeps them; one that was built
-            from a config gets those that the library's own functions make.
+        parameter: Its weight.
+        statistics: The weight's statistics, or new ones.
         fake: Makes a fake tensor on the CPU of any other.
 
     Returns:
         The parameter; ``None`` for a weight that is not bitsandbytes'.
     """
-    statistics = _statistics(parameter, "cpu")
     if _is_int8(parameter):
         data = fake(parameter.data)
         result: Any = _of_name("Int8Params", data)
@@ -136,20 +186,6 @@ def is_followed(quantizer: Any) -> bool:
     """Whether a quantizer of transformers is one whose weights ``quantize_weight`` makes."""
     method = quantizer.quantization_config.quant_method
     return str(getattr(method, "value", method)).startswith("bitsandbytes")
-
-
-def _statistics(parameter: Any, device: str) -> Any:
-    """The statistics of a weight, which the library's own functions make for one that was built from a config."""
-    if not is_built(parameter):
-        name = "SCB" if _is_int8(parameter) else "quant_state"
-        return getattr(parameter, name, None)  # other libraries' weights have none
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    shape = parameter.unpacked.shape
-    if _is_int8(parameter):
-        weight = torch.empty(shape, dtype=torch.float16, device=device)
-        return functional.int8_vectorwise_quant(weight)[1]
-    weight = torch.empty(shape, dtype=parameter.unpacked.dtype, device=device)
-    return _in_four_bits(parameter, weight)[1]
 
 
 def _in_four_bits(parameter: Any, weight: Tensor) -> Any:
@@ -189,9 +225,10 @@ def with_statistics(model: nn.Module) -> Iterator[None]:
     """For a while, weights that were built from a config have statistics, of which PEFT computes the norms of DoRA."""
     warm_tables()
     built: list[Any] = list(filter(is_built, model.parameters()))
+    statistics = Statistics("meta")
     for parameter in built:
         name = "SCB" if _is_int8(parameter) else "quant_state"
-        setattr(parameter, name, _statistics(parameter, "meta"))
+        setattr(parameter, name, statistics.of(parameter))
     try:
         yield
     finally:
