@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModelError
 from . import quantization
+from .fakes import without_values
 from .ledger import rounded_up
 
 ALLOCATION_BYTES = 512
@@ -223,16 +224,17 @@ def attention(
         raise UnsupportedModelError(
             "no kernel of attention that is switched on takes these tensors on CUDA"
         )
-    return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )[0]
+    with without_values():
+        return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )[0]
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:

@@ -17,7 +17,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError, UnsupportedModelError
@@ -213,12 +217,14 @@ class KnownValues(TorchDispatchMode):
     Attributes:
         has_assumed: Whether values were taken to be finite.
         has_given: Whether a float was read that is not known.
+        is_resting: Whether to compute nothing for a while.
     """
 
     def __init__(self, *, gives_figures: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unknown: dict[int, weakref.ref[Any]] = {}
         self._gives_figures = gives_figures
+        self.is_resting = False
         self.has_assumed = False
         self.has_given = False
 
@@ -283,7 +289,7 @@ class KnownValues(TorchDispatchMode):
         tensors = tensors_in((args, kwargs))
         if _is_view(func) and all(map(_is_real, tensors)):
             return True  # it lies in the memory of a real tensor, known or not
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if self.is_resting or torch.Tag.nondeterministic_seeded in func.tags:
             return False
         if not all(map(self._is_known, tensors)):
             return False
@@ -318,6 +324,20 @@ class KnownValues(TorchDispatchMode):
             self._unknown.pop(key, None)
 
         self._unknown[key] = weakref.ref(storage, freed)
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Compute nothing inside: no code asks for values there, such as those of the masks that attention makes."""
+    modes = _get_current_dispatch_mode_stack()
+    known = [mode for mode in modes if isinstance(mode, KnownValues)]
+    for mode in known:
+        mode.is_resting = True
+    try:
+        yield
+    finally:
+        for mode in known:
+            mode.is_resting = False
 
 
 _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -220,4 +220,7 @@ class Search:
         (size,) = tried
         held = self._traces[size].static().total()
         rise = max(tried[size] - held, 1)
-        return size * max(budget - held, 0) // rise
+        guess = size * max(budget - held, 0) // rise
+        # what is between the two is certain without a step where kernels pad one of them
+        are_tiles = size % self._tile == guess % self._tile == 0 and self._tile > 1
+        return guess + 1 if are_tiles else guess

@@ -181,7 +181,7 @@ class Watch(TorchDispatchMode):
         """Run one operation, and count what it makes."""
         if asks_for_device(func, args):
             return args[0].device
-        if any(_has_own_operations(cls) for cls in types):
+        if _have_own_operations(types):
             return NotImplemented
         # modes of functions have had their say
         with torch._C.DisableTorchFunction():
@@ -215,8 +215,13 @@ def _key(tensor: Tensor) -> int:
 
 
 @functools.cache
+def _have_own_operations(classes: tuple[type, ...]) -> bool:
+    """Whether tensors of some class take operations apart themselves."""
+    return any(map(_has_own_operations, classes))
+
+
 def _has_own_operations(cls: type) -> bool:
-    """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
+    """Whether tensors of a class do: those of torch and fake ones do not."""
     if cls in (Tensor, nn.Parameter) or issubclass(cls, FakeTensor):
         return False
     return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
