@@ -87,12 +87,7 @@ def _told_of_each(func: Any, args: Any) -> Any:
             return UNTOLD
     if not func._schema.returns:
         return None
-    with in_kernel_invocation_manager(first[0].fake_mode):
-        made = [_empty(value.shape, value.dtype) for value in first]
-    outputs = []
-    for value, output in zip(first, made, strict=True):
-        outputs.append(FakeTensor(value.fake_mode, output, value.fake_device))
-    return outputs
+    return [_faked(_empty(value.shape, value.dtype), value) for value in first]
 
 
 def _told_of_one(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -102,12 +97,33 @@ def _told_of_one(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | No
     tensors = _tensors(args)
     if not all(isinstance(value, FakeTensor) for value in tensors):
         return None
-    first: Any = tensors[0]
-    with in_kernel_invocation_manager(first.fake_mode):
-        made = rule(func, args, kwargs)
-    if made is None:
-        return None
-    return FakeTensor(first.fake_mode, made, first.fake_device)
+    made = rule(func, args, kwargs)
+    return None if made is None else _faked(made, tensors[0])
+
+
+def _faked(made: Tensor, like: Any) -> Tensor:
+    """The fake tensor on the device of another one that stands for one on the meta device.
+
+    Torch's function takes longer than most operations: what it gives every tensor of a
+    mode is taken from one that it made.
+    """
+    mode = like.fake_mode
+    device = like.fake_device
+    blanks: dict[torch.device, FakeTensor] = vars(mode).setdefault(_BLANKS, {})
+    if device not in blanks:
+        blanks[device] = FakeTensor(mode, _empty((0,), torch.float32), device)
+    output = Tensor._make_subclass(
+        FakeTensor,
+        made,
+        dispatch_device=True,
+        device_for_backend_keys=device,
+    )
+    vars(output).update(vars(blanks[device]))
+    return output
+
+
+_BLANKS = "_kbitwrap_blanks"
+"""The attribute of a mode for a fake tensor on each device, from which others take their fields."""
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
@@ -123,12 +139,19 @@ def _tensors(args: Sequence[Any]) -> list[Tensor]:
 
 def _on_meta(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """The result of the operation's own kernel."""
-    made: Tensor = func(*args, **kwargs)
+    with in_kernel_invocation_manager(args[0].fake_mode):
+        made: Tensor = func(*args, **kwargs)
     return made
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _empty(
+    shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+) -> Tensor:
+    """A tensor on the meta device, contiguous or of given strides."""
+    with torch._C._DisableTorchDispatch():
+        if strides is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _copied(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -137,8 +160,7 @@ def _copied(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     if device is not None and device != args[0].fake_device:
         return None
     others = {name: value for name, value in kwargs.items() if name != "device"}
-    made: Tensor = func(*args, **others)
-    return made
+    return _on_meta(func, args, others)
 
 
 def _elementwise(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -158,9 +180,7 @@ def _elementwise(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | No
     if all(tensor.is_contiguous() for tensor in tensors):
         return _empty(shape, dtype)
     strides = _strides_like(tensors[0], shape)
-    if strides is None:
-        return None
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return None if strides is None else _empty(shape, dtype, strides)
 
 
 def _strides_like(first: Tensor, shape: torch.Size) -> list[int] | None:
