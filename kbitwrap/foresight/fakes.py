@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -279,7 +279,7 @@ class KnownValues(TorchDispatchMode):
         output = _as_computed(name, args, computed)
         written = list(filter(_is_real, _written(func, args, kwargs)))
         for tensor in written:
-            self._forget(tensor)
+            self.forget(tensor)
         if written and isinstance(output, Tensor):
             return written[0]
         return output
@@ -315,8 +315,10 @@ class KnownValues(TorchDispatchMode):
                 positions += index.nonzero().unbind(1)
         return positions
 
-    def _forget(self, tensor: Tensor) -> None:
+    def forget(self, tensor: Tensor) -> None:
         """Note that the values of a real tensor are not known, for as long as its memory lives."""
+        if not self._is_known(tensor):
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
 
@@ -329,15 +331,27 @@ class KnownValues(TorchDispatchMode):
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
     """Compute nothing inside: no code asks for values there, such as those of the masks that attention makes."""
-    modes = _get_current_dispatch_mode_stack()
-    known = [mode for mode in modes if isinstance(mode, KnownValues)]
-    for mode in known:
+    modes = _known_values()
+    for mode in modes:
         mode.is_resting = True
     try:
         yield
     finally:
-        for mode in known:
+        for mode in modes:
             mode.is_resting = False
+
+
+def forget(tensors: Iterable[Tensor]) -> None:
+    """Note that others write to tensors what is not known."""
+    for mode in _known_values():
+        for tensor in tensors:
+            mode.forget(tensor)
+
+
+def _known_values() -> list[KnownValues]:
+    """The modes in force that compute what is known."""
+    modes = _get_current_dispatch_mode_stack()
+    return [mode for mode in modes if isinstance(mode, KnownValues)]
 
 
 _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

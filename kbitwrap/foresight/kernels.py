@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fakes import forget
+
 _MISSING = object()
 FUSED_HEAD = "trl.kernels.chunked_logprob"
 """The module of the fused head."""
@@ -37,10 +39,9 @@ class Launches:
 
 def _write(tile: Tensor, *args: Any, **_: Any) -> None:
     """Write values that are not known to the statistics of a tile, in their place."""
-    for value in args:
-        is_known = type(value) is Tensor and value.is_floating_point()
-        if is_known and tile.numel():
-            value.copy_(tile[0, 0])
+    if tile.numel():
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        forget([tensor for tensor in tensors if tensor.is_floating_point()])
 
 
 def _add_product(original: Callable[..., None]) -> Callable[..., None]:

@@ -75,14 +75,17 @@ def largest(
 def on_line(tried: dict[int, int], budget: int) -> int | None:
     """Where the line through the two numbers that came nearest to a budget meets it.
 
-    Every third number halves the range, in case the line misleads.
+    Every third number halves the range, in case the line misleads; not where it ends at
+    a number that was tried, and those beside it were not.
     """
     near = sorted(tried, key=lambda number: abs(tried[number] - budget))[:2]
     rise = tried[near[-1]] - tried[near[0]]
-    if rise == 0 or len(tried) % 3 == 0:
+    if rise == 0:
         return None
     run = near[-1] - near[0]
-    return near[0] + (budget - tried[near[0]]) * run // rise
+    guess = near[0] + (budget - tried[near[0]]) * run // rise
+    is_end = guess in tried and tried.keys().isdisjoint((guess - 1, guess + 1))
+    return None if len(tried) % 3 == 0 and not is_end else guess
 
 
 class Search:

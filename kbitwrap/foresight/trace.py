@@ -174,9 +174,9 @@ def trace(
             with torch.no_grad():
                 forward()
             fakes.was_run = True
-        held = _held_bytes(model)
+        held = held_bytes(model)
         ledger = run()
-        if held != _held_bytes(model):
+        if held != held_bytes(model):
             ledger = run()  # a longer sequence may leave more
         if blocks.is_cut and not blocks.is_tried:
             ledger = blocks.expect_repeated(ledger, run)
@@ -185,7 +185,7 @@ def trace(
     return Trace(ledger, blocks, shapes, state, last)
 
 
-def _held_bytes(model: nn.Module) -> list[int]:
+def held_bytes(model: nn.Module) -> list[int]:
     """The bytes of each tensor that a model holds."""
     tensors = held_tensors(ModelTree(model))
     return [tensor.untyped_storage().nbytes() for tensor, _, _ in tensors]
