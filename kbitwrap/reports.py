@@ -378,6 +378,7 @@ class ExportReport(Report):
             measured: by ``merge_checkpoint``, and of layers that stay quantized.
         kept: The part of the deltas of all these that is there; ``None`` without any.
         error: What is beside, as a part of their length; ``None`` without any.
+        notes: What to mind of a merge, such as that the adapter names another base.
     """
 
     path: Path
@@ -392,6 +393,7 @@ class ExportReport(Report):
     tensors: Mapping[str, TensorMeasure] = field(default_factory=dict)
     kept: float | None = None
     error: float | None = None
+    notes: tuple[str, ...] = ()
 
     def _brief(self) -> str:
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"

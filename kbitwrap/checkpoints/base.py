@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ _TASKS = {
 }
 QUANTIZATION = "how the base was quantized in training"
 """The words for it in a manifest that was made afterwards and does not know it."""
+_IN_CACHE = "models--"  # begins the name of a repository's folder in the hub's cache
 _MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -193,6 +195,35 @@ def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
         )
 
     return name
+
+
+def other_named_base(saved: SavedAdapter, source: StrPath) -> str | None:
+    """The base that an adapter's config names, where that is another than the given one.
+
+    A copy in a folder of the same name is taken for the same.
+    """
+    named = saved.config.get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        return None
+
+    given = os.fspath(source)
+    is_same_folder = os.path.realpath(named) == os.path.realpath(given)
+    if is_same_folder or name_of_base(named) == name_of_base(given):
+        return None
+
+    return named
+
+
+def name_of_base(source: str) -> str:
+    """The last part of the name of a base, or of the path of its folder.
+
+    A folder in the hub's cache has the name of its repository.
+    """
+    for part in Path(source).parts:
+        if part.startswith(_IN_CACHE):
+            return part.rpartition("--")[2]
+
+    return os.path.basename(os.path.abspath(source))
 
 
 def own_quantization(source: StrPath, trust_remote_code: bool = False) -> Any:

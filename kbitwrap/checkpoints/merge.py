@@ -32,13 +32,14 @@ from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
 from ..model.tree import ModelTree
 from ..preparation.process import plain_mode
-from ..reports import ExportReport
+from ..reports import ExportReport, shown
 from ..tensors.devices import accelerator_type
 from .adapters import SavedAdapter, read_adapter
 from .base import (
     QUANTIZATION,
     load_adapted,
     named_base,
+    other_named_base,
     own_quantization,
 )
 from .measure import measure_merge
@@ -194,6 +195,9 @@ def merge_checkpoint(
             trained.finish_check()
         if check:
             _refuse_wrong(writer.folder, adapted, saved, base)
+        # a manifest that was compared proves the base, whatever its name
+        is_proven = trained.check is not None
+        other = None if is_proven or saved is None else other_named_base(saved, base)
         own = own_quantization(base, trust_remote_code)
         is_of_run = own is not None or _is_beside(saved)
         how = _how(trained.model, _said(record, is_of_run), form)
@@ -208,6 +212,7 @@ def merge_checkpoint(
         twin.converted,
         seconds=time.perf_counter() - start,
         is_merge=saved is not None,
+        notes=_notes(other, base),
         **merged.report(),
     )
 
@@ -220,6 +225,18 @@ def _record(
         return load_manifest(manifest)
 
     return None if saved is None else saved_manifest(saved.folder)
+
+
+def _notes(other: str | None, base: StrPath) -> tuple[str, ...]:
+    """What to mind, where the adapter names another base than was merged."""
+    if other is None:
+        return ()
+
+    merged = os.fspath(base)
+    return (
+        f"the adapter names {shown(other)} as its base; what was merged is {merged!r}. If these are not the same "
+        "model, the merge is wrong",
+    )
 
 
 def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:

@@ -154,13 +154,15 @@ def command(
         raise InputError("--seed is for --as quantized, which alone draws numbers")
     base, adapter = _named(first, second, no_adapter)
 
+    notes: list[str] = []
+
     def merge(written: Callable[[int], None]) -> ExportReport:
         from .. import merge_checkpoint
         from .loading import choose_device
 
         quantization = quantization_in_training(quant, dtype)
         try:
-            return merge_checkpoint(
+            report = merge_checkpoint(
                 base,
                 adapter,
                 out,
@@ -182,6 +184,8 @@ def command(
             for argument, option in _OPTIONS.items():
                 text = text.replace(argument, option)
             raise ConfigError(text) from error
+        notes.extend(report.notes)
+        return report
 
     with models(base, trust_remote_code):
         doing = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
@@ -189,6 +193,8 @@ def command(
         if status == EXIT_DONE and check:
             wanted = "the base" if adapter is None else "a merge of the two"
             say(f"checked: the files in {out} are what {wanted} is")
+        for note in notes:
+            say(f"note: {note}")
         if adapter is None:
             return status
         if status == EXIT_DONE:

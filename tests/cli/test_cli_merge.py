@@ -1,0 +1,109 @@
+"""`kbitwrap merge` and `kbitwrap stamp`: what is said to a first-time user, in notes and in errors of one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from kbitwrap import KbitPreparedModel
+from kbitwrap.cli import main
+from support import training, zoo
+
+MERGE = ("--quant", "nf4-double", "--dtype", "bfloat16", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases") / "base"
+    shutil.copytree(zoo.checkpoint("llama"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that names its base, with the manifest of its run."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    with KbitPreparedModel(zoo.load("llama", "nf4-double")) as prepared:
+        peft_model = training.adapt("llama", prepared.model)
+        peft_model.peft_config["default"].base_model_name_or_path = str(base)
+        peft_model.save_pretrained(folder)
+        prepared.manifest().save(folder / "kbitwrap.json")
+        peft_model.unload()
+    return folder
+
+
+@pytest.fixture
+def adapter(recorded: Path, tmp_path: Path) -> Path:
+    """The same adapter without the manifest."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(recorded, folder)
+    (folder / "kbitwrap.json").unlink()
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def name_base(adapter: Path, name: str) -> None:
+    """Write another name of the base into an adapter's config."""
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["base_model_name_or_path"] = name
+    path.write_text(json.dumps(config))
+
+
+def other_base(folder: Path) -> Path:
+    """A base of the same shape with other weights."""
+    model: Any = LlamaForCausalLM.from_pretrained(zoo.checkpoint("llama"))
+    for parameter in model.parameters():
+        parameter.data += 0.01
+    model.save_pretrained(folder)
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------
+# The base
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_the_adapter_does_not_name_is_noted(
+    adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    name_base(adapter, "someone/base")
+    other = other_base(tmp_path / "other")
+    status, out, err = run(capsys, "merge", other, adapter, "--out", tmp_path / "out", *MERGE, "--json")
+    assert status == 0
+    note = f"the adapter names 'someone/base' as its base; what was merged is {str(other)!r}"
+    assert f"kbitwrap: note: {note}" in err
+    (found,) = json.loads(out)["notes"]
+    assert found.startswith(note)
+
+
+@pytest.mark.parametrize("named", ["itself", "a link to it", "someone/base", "a snapshot in the cache of the hub"])
+def test_a_base_of_the_name_that_the_adapter_has_is_not_noted(
+    named: str, base: Path, adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(base)
+    snapshot = tmp_path / "models--someone--base" / "snapshots" / "0123"
+    names = {"itself": base, "a link to it": link, "a snapshot in the cache of the hub": snapshot}
+    name_base(adapter, str(names.get(named, named)))
+    status, out, err = run(capsys, "merge", base, adapter, "--out", tmp_path / "out", *MERGE, "--json")
+    assert (status, json.loads(out)["notes"]) == (0, [])
+    assert "the adapter names" not in err
+
+
+def test_a_base_that_the_manifest_proves_is_not_noted(
+    base: Path, recorded: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    assert run(capsys, "merge", other, recorded, "--out", tmp_path / "out", "--device", "cpu")[::2] == (0, "")
