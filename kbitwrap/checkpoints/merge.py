@@ -38,6 +38,7 @@ from .adapters import SavedAdapter, read_adapter
 from .base import (
     QUANTIZATION,
     load_adapted,
+    name_of_base,
     named_base,
     other_named_base,
     own_quantization,
@@ -201,7 +202,10 @@ def merge_checkpoint(
         own = own_quantization(base, trust_remote_code)
         is_of_run = own is not None or _is_beside(saved)
         how = _how(trained.model, _said(record, is_of_run), form)
-        card = _card(base, saved, form, how, merged, device)
+        name = os.fspath(base)
+        if saved is not None and other is None:
+            name = saved.config.get("base_model_name_or_path") or name
+        card = _card(name, saved, form, how, merged, device)
         _write_beside(writer.folder, base, saved, card)
 
     return ExportReport(
@@ -327,7 +331,7 @@ def _how(model: Any, said: str, form: MergeForm) -> str:
 
 
 def _card(
-    base: StrPath,
+    base: str,
     saved: SavedAdapter | None,
     form: MergeForm,
     how: str,
@@ -338,17 +342,14 @@ def _card(
 
     A folder is named by its last part.
     """
-    config = {} if saved is None else saved.config
-    name = str(config.get("base_model_name_or_path") or os.fspath(base))
-    if os.path.isabs(name) or os.path.isdir(name):
-        name = Path(name).name
-
+    is_folder = os.path.isabs(base) or os.path.isdir(base)
+    name = name_of_base(base) if is_folder else base
     state = "dequantized" if form.merge_as == HALF else "quantized"
     title, added, made, measured = f"{name}, {state}", "", "Written", ""
     if saved is not None:
         title, made = f"{name}, merged", "Merged"
         added = _ADDED.format(
-            peft_type=config.get("peft_type", "PEFT"),
+            peft_type=saved.config.get("peft_type", "PEFT"),
             adapter=saved.folder.name,
             rounded=_ROUNDED[form.merge_as],
         )

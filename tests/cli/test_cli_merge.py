@@ -85,6 +85,9 @@ def test_a_base_that_the_adapter_does_not_name_is_noted(
     assert f"kbitwrap: note: {note}" in err
     (found,) = json.loads(out)["notes"]
     assert found.startswith(note)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model: other\n" in card
+    assert "# other, merged\n\nThe base, other, " in card
 
 
 @pytest.mark.parametrize("named", ["itself", "a link to it", "someone/base", "a snapshot in the cache of the hub"])
@@ -107,3 +110,4 @@ def test_a_base_that_the_manifest_proves_is_not_noted(
     other = tmp_path / "other"
     shutil.copytree(base, other)
     assert run(capsys, "merge", other, recorded, "--out", tmp_path / "out", "--device", "cpu")[::2] == (0, "")
+    assert "# base, merged\n" in (tmp_path / "out" / "README.md").read_text()
