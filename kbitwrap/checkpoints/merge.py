@@ -216,7 +216,7 @@ def merge_checkpoint(
         twin.converted,
         seconds=time.perf_counter() - start,
         is_merge=saved is not None,
-        notes=_notes(other, base),
+        notes=_notes(other, base, merged),
         **merged.report(),
     )
 
@@ -231,16 +231,18 @@ def _record(
     return None if saved is None else saved_manifest(saved.folder)
 
 
-def _notes(other: str | None, base: StrPath) -> tuple[str, ...]:
-    """What to mind, where the adapter names another base than was merged."""
-    if other is None:
-        return ()
+def _notes(other: str | None, base: StrPath, merged: Merged) -> tuple[str, ...]:
+    """What to mind of a merge, such as that the adapter names another base."""
+    notes = []
+    if other is not None:
+        notes.append(
+            f"the adapter names {shown(other)} as its base; what was merged is {os.fspath(base)!r}. If these are not "
+            "the same model, the merge is wrong"
+        )
+    if merged.note:
+        notes.append(merged.note)
 
-    merged = os.fspath(base)
-    return (
-        f"the adapter names {shown(other)} as its base; what was merged is {merged!r}. If these are not the same "
-        "model, the merge is wrong",
-    )
+    return tuple(notes)
 
 
 def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:

@@ -7,12 +7,13 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -266,6 +267,39 @@ def quiet_libraries() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
         bitsandbytes_logger.setLevel(level)
         deepspeed_logger.disabled = was_disabled
+
+
+@contextlib.contextmanager
+def warnings_for(command: str) -> Iterator[list[str]]:
+    """Collect what the library warns a command of, which is said in notes of one line; others are shown as they are.
+
+    Args:
+        command: The name of its module.
+
+    Yields:
+        The texts.
+    """
+    texts: list[str] = []
+    source = sys.modules[command].__file__
+    show_others = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if filename == source:
+            texts.append(str(message))
+        else:
+            show_others(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", "", UserWarning, re.escape(command))
+        warnings.showwarning = show
+        yield texts
 
 
 # ----------------------------------------------------------------------------------------------------

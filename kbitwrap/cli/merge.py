@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from .. import ConfigError, ExportReport
-from .console import EXIT_DONE, InputError, check_folder, say
+from .console import EXIT_DONE, InputError, check_folder, say, warnings_for
 from .convert import write
 from .hub import models, quantization_in_training
 from .usage import (
@@ -45,6 +46,7 @@ a last bit differently: merge on the type of device that was trained on.
 Exit status: 0 written, 1 BASE is not the one that the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""
 _OPTIONS = {
+    "merge_as='quantized'": "--as quantized",
     "(manifest)": "(--manifest)",
     "(quantization_config)": "(--quant)",
     "(quantization_config; False for none)": "(--quant; 'none' for none)",
@@ -162,30 +164,29 @@ def command(
 
         quantization = quantization_in_training(quant, dtype)
         try:
-            report = merge_checkpoint(
-                base,
-                adapter,
-                out,
-                merge_as=as_,
-                manifest=manifest,
-                quantization_config=quantization,
-                dtype=dtype,
-                max_shard_size=max_shard_size,
-                overwrite=overwrite,
-                seed=seed,
-                fuse=fuse,
-                progress=written,
-                device=choose_device(device),
-                check=check,
-                trust_remote_code=trust_remote_code,
-            )
+            with warnings_for(__name__) as warned:
+                report = merge_checkpoint(
+                    base,
+                    adapter,
+                    out,
+                    merge_as=as_,
+                    manifest=manifest,
+                    quantization_config=quantization,
+                    dtype=dtype,
+                    max_shard_size=max_shard_size,
+                    overwrite=overwrite,
+                    seed=seed,
+                    fuse=fuse,
+                    progress=written,
+                    device=choose_device(device),
+                    check=check,
+                    trust_remote_code=trust_remote_code,
+                )
         except ConfigError as error:
-            text = str(error)
-            for argument, option in _OPTIONS.items():
-                text = text.replace(argument, option)
-            raise ConfigError(text) from error
-        notes.extend(report.notes)
-        return report
+            raise ConfigError(_with_options(str(error))) from error
+        for note in dict.fromkeys([*warned, *report.notes]):
+            notes.append(_with_options(note))
+        return replace(report, notes=tuple(notes))
 
     with models(base, trust_remote_code):
         doing = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
@@ -206,6 +207,13 @@ def command(
                 f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
             )
     return status
+
+
+def _with_options(text: str) -> str:
+    """What the library says, with options in place of arguments."""
+    for name, option in _OPTIONS.items():
+        text = text.replace(name, option)
+    return text
 
 
 def _named(

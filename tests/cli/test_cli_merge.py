@@ -111,3 +111,27 @@ def test_a_base_that_the_manifest_proves_is_not_noted(
     shutil.copytree(base, other)
     assert run(capsys, "merge", other, recorded, "--out", tmp_path / "out", "--device", "cpu")[::2] == (0, "")
     assert "# base, merged\n" in (tmp_path / "out" / "README.md").read_text()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Warnings
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_library_warns_of_is_a_note_in_the_words_of_the_command_line(
+    base: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = training.adapt("llama", zoo.load("llama", "nf4-double"), target_modules="all-linear")
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_a_newer_peft": None}))
+    options = (*MERGE, "--as", "mixed", "--json")
+    status, out, err = run(capsys, "merge", base, tmp_path / "adapter", "--out", tmp_path / "out", *options)
+    assert status == 0
+    lines = err.splitlines()
+    assert all(line.startswith("kbitwrap: note: ") for line in lines)
+    assert "of_a_newer_peft" in lines[0]
+    assert "an adapter touches every quantized layer" in lines[1]
+    assert lines[1].endswith("; --as quantized keeps that size")
+    assert lines[:2] == [f"kbitwrap: note: {note}" for note in json.loads(out)["notes"]]
