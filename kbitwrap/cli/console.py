@@ -349,7 +349,7 @@ def check_folder(path: Path, *, overwrite: bool) -> None:
         overwrite: Whether one that is not empty is to be replaced.
 
     Raises:
-        InputError: Something is there.
+        InputError: Something is there, or there is no folder to write to.
     """
     if os.path.lexists(path) and not path.is_dir():
         raise InputError(
@@ -359,6 +359,11 @@ def check_folder(path: Path, *, overwrite: bool) -> None:
         raise InputError(
             f"--out: {str(path)!r} exists and is not empty; choose another folder, or add --overwrite"
         )
+    real = Path(os.path.realpath(path))
+    home = next(outer for outer in (real, *real.parents) if os.path.lexists(outer))
+    if not (home.is_dir() and os.access(home, os.W_OK | os.X_OK)):
+        why = "cannot be written to" if home.is_dir() else "is not a folder"
+        raise InputError(f"--out: cannot write {str(path)!r}: {str(home)!r} {why}")
 
 
 def check_file(

@@ -155,6 +155,8 @@ def command(
     if seed and as_ != "quantized":
         raise InputError("--seed is for --as quantized, which alone draws numbers")
     base, adapter = _named(first, second, no_adapter)
+    if adapter is not None:
+        _refuse_no_adapter(adapter)
 
     notes: list[str] = []
 
@@ -230,6 +232,18 @@ def _named(
     if second is None:
         return _named_base(Path(first)), Path(first)
     return first, second
+
+
+def _refuse_no_adapter(folder: Path) -> None:
+    """Raise where an adapter is not there, before a library is imported for it."""
+    if not folder.exists():
+        raise InputError(
+            f"there is no folder {str(folder)!r}: ADAPTER is the folder of a saved adapter"
+        )
+    if not (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"there is no adapter_config.json in {str(folder)!r}: ADAPTER is the folder of a saved adapter"
+        )
 
 
 def _named_base(adapter: Path) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,28 @@ def test_what_the_library_warns_of_is_a_note_in_the_words_of_the_command_line(
     assert "an adapter touches every quantized layer" in lines[1]
     assert lines[1].endswith("; --as quantized keeps that size")
     assert lines[:2] == [f"kbitwrap: note: {note}" for note in json.loads(out)["notes"]]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The destination
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_destination_in_a_folder_of_others_is_refused_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    is_root = os.geteuid() == 0
+    # Any user may enter it, which is not said of a folder in TMPDIR.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o555)
+        if is_root:
+            os.setresuid(1234, 1234, 0)
+        try:
+            status, _, err = run(capsys, "merge", "base", "absent", "--out", f"{folder}/new/out")
+        finally:
+            if is_root:
+                os.setresuid(0, 0, 0)
+            os.chmod(folder, 0o755)
+        real = os.path.realpath(folder)
+    assert status == 2
+    assert err == f"kbitwrap: error: --out: cannot write '{folder}/new/out': {real!r} cannot be written to\n"

@@ -57,6 +57,10 @@ WRONG = {
     "inspect absent": "there is nothing at 'absent'",
     "doctor absent": "there is nothing at 'absent'",
     "doctor . --adapter --json": "--adapter: expected a path, found the option '--json'",
+    "merge absent --out b": "there is no folder 'absent': ADAPTER is the folder of a saved adapter",
+    "merge m absent --out b": "there is no folder 'absent': ADAPTER is the folder of a saved adapter",
+    "merge m . --out b": "there is no adapter_config.json in '.'",
+    "merge m a --out typed.txt/b": "--out: cannot write 'typed.txt/b': 'FOLDER/typed.txt' is not a folder",
     "merge --out absent": "ADAPTER is missing: the folder of a saved adapter",
     "merge m": "--out DST is missing",
     "merge m a": "--out DST is missing",
@@ -149,8 +153,15 @@ def test_an_unexpected_error_has_a_traceback(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize("arguments", [["plan", "{}"], ["demo", "--model", "{}"], ["merge", "{}", "a", "--out", "b"]])
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_name_that_cannot_be_had_is_said_without_a_retry(
-    arguments: list[str], is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").touch()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_told)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
     started = time.perf_counter()
