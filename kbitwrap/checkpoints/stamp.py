@@ -81,7 +81,10 @@ def stamp_adapter(
     saved = read_adapter(folder)
     path = folder / MANIFEST_NAME
     if path.exists():
-        raise ConfigError(f"{path}: the run has its manifest; it is not replaced")
+        raise ConfigError(
+            f"{path}: the run has its manifest; it is not replaced. Delete this file to stamp again, unless it was "
+            "written in training, when it says more than a stamp"
+        )
 
     if base is None:
         base = named_base(saved, None)

@@ -20,7 +20,7 @@ from .usage import DEFAULT_QUANT
 _TIMEOUT = 3.0  # seconds for a hub to answer
 _OFFLINE = "HF_HUB_OFFLINE"
 _QUANTIZATION = "quantization_config"
-_BITSANDBYTES = "bitsandbytes"
+BITSANDBYTES = "bitsandbytes"
 _IN_OPTIONS = {
     r"^optimizer:": "--optimizer:",
     r"^args\.use_liger_kernel:": "--liger:",
@@ -185,12 +185,12 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
     Raises:
         InputError: The model is quantized already, otherwise than asked for.
     """
-    own = _own_quantization(model)
+    own = own_quantization(model)
     if own is None:
         name = quant or DEFAULT_QUANT
         return Quantization(name, quantization_config(name, dtype))
-    method = str(own.get("quant_method", _BITSANDBYTES))
-    if quant is None or (method == _BITSANDBYTES and quant != "none"):
+    method = str(own.get("quant_method", BITSANDBYTES))
+    if quant is None or (method == BITSANDBYTES and quant != "none"):
         return Quantization(method, None)
     dequantizing = _dequantizing(own)
     instead = ""
@@ -203,8 +203,15 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
     )
 
 
-def _own_quantization(model: str) -> dict[str, Any] | None:
-    """The quantization that the config of a model names; ``None`` where it is not quantized."""
+def own_quantization(model: str) -> dict[str, Any] | None:
+    """Read the quantization that the config of a model names.
+
+    Args:
+        model: A folder, a ``config.json``, or a name on the hub.
+
+    Returns:
+        It; ``None`` where the model is not quantized, or the config cannot be read.
+    """
     from transformers import PretrainedConfig
 
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import ConfigError, ExportReport
+from .adapters import check_adapter, is_unrecorded, named_base
 from .console import EXIT_DONE, InputError, check_folder, say, warnings_for
 from .convert import write
 from .hub import models, quantization_in_training
 from .usage import (
-    KINDS_OF_NF4,
+    QUANT_BY_CONFIG,
     DtypeOfBase,
     Json,
     Out,
@@ -156,7 +156,7 @@ def command(
         raise InputError("--seed is for --as quantized, which alone draws numbers")
     base, adapter = _named(first, second, no_adapter)
     if adapter is not None:
-        _refuse_no_adapter(adapter)
+        check_adapter(adapter)
 
     notes: list[str] = []
 
@@ -202,11 +202,12 @@ def command(
             return status
         if status == EXIT_DONE:
             _say_unknown(adapter, manifest)
-        is_done = status == EXIT_DONE and quant is not None
-        if is_done and base and _is_unrecorded(base, adapter, manifest):
+        has_manifest = manifest is not None or (adapter / "kbitwrap.json").is_file()
+        is_done = status == EXIT_DONE and quant is not None and not has_manifest
+        if is_done and base and is_unrecorded(base, adapter):
             say(
                 f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its "
-                f"word ({KINDS_OF_NF4}); another quantization in training has other weights"
+                f"word; another quantization in training has other weights. {QUANT_BY_CONFIG}"
             )
     return status
 
@@ -230,30 +231,8 @@ def _named(
     if first is None:
         raise InputError("ADAPTER is missing: the folder of a saved adapter")
     if second is None:
-        return _named_base(Path(first)), Path(first)
+        return named_base(Path(first)), Path(first)
     return first, second
-
-
-def _refuse_no_adapter(folder: Path) -> None:
-    """Raise where an adapter is not there, before a library is imported for it."""
-    if not folder.exists():
-        raise InputError(
-            f"there is no folder {str(folder)!r}: ADAPTER is the folder of a saved adapter"
-        )
-    if not (folder / "adapter_config.json").is_file():
-        raise InputError(
-            f"there is no adapter_config.json in {str(folder)!r}: ADAPTER is the folder of a saved adapter"
-        )
-
-
-def _named_base(adapter: Path) -> str | None:
-    """The base that the config of an adapter names; ``None`` where it names none, or cannot be read."""
-    try:
-        config = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
-        name = config["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None  # merging says what is wrong with it
-    return name if isinstance(name, str) and name else None
 
 
 def _say_unknown(adapter: Path, manifest: Path | None) -> None:
@@ -268,16 +247,3 @@ def _say_unknown(adapter: Path, manifest: Path | None) -> None:
         say(
             f"note: the manifest was made after the run, and does not know {'; '.join(unknown)}"
         )
-
-
-def _is_unrecorded(base: str, adapter: Path, manifest: Path | None) -> bool:
-    """Whether neither a manifest nor a config says how the base was quantized."""
-    if manifest is not None or (adapter / "kbitwrap.json").is_file():
-        return False
-    from transformers import PretrainedConfig
-
-    configs = [base]
-    if (adapter / "config.json").is_file():
-        configs.append(os.fspath(adapter))
-    read = PretrainedConfig.get_config_dict
-    return all("quantization_config" not in read(one)[0] for one in configs)

@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from kbitwrap import KbitPreparedModel
-from kbitwrap.cli import main
+from kbitwrap.cli import main, usage
 from support import training, zoo
 
 MERGE = ("--quant", "nf4-double", "--dtype", "bfloat16", "--device", "cpu")
@@ -162,3 +162,46 @@ def test_a_destination_in_a_folder_of_others_is_refused_before_anything_is_read(
         real = os.path.realpath(folder)
     assert status == 2
     assert err == f"kbitwrap: error: --out: cannot write '{folder}/new/out': {real!r} cannot be written to\n"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The quantization in training
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stamp_is_refused_where_nothing_says_how_the_base_was_quantized(
+    base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4}}  # of another library: it says nothing of it
+    for content in (None, {}, config):
+        if content is not None:
+            (adapter / "config.json").write_text(json.dumps({"model_type": "llama", **content}))
+        status, out, err = run(capsys, "stamp", adapter, "--device", "cpu")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"it is not known how the base {str(base)!r} was quantized in training" in err
+        assert usage.QUANT_BY_CONFIG in err
+        assert not (adapter / "kbitwrap.json").exists()
+
+
+@pytest.mark.parametrize("quant", ["none", "nf4-double"])
+def test_a_stamp_is_made_as_it_is_told_and_says_how_it_is_replaced(
+    quant: str, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("stamp", adapter, "--quant", quant, "--device", "cpu")
+    status, out, err = run(capsys, *arguments)
+    assert status == 0
+    assert "tensors of the base" in out
+    assert "how the base was quantized" not in err
+    status, _, err = run(capsys, *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    path = adapter / "kbitwrap.json"
+    assert f"{path}: the run has its manifest; it is not replaced. Delete this file to stamp again" in err
+    path.unlink()
+    assert run(capsys, *arguments)[0] == 0
+
+
+def test_a_stamp_needs_an_adapter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "stamp", tmp_path / "absent", "--quant", "nf4")[::2] == (
+        2,
+        f"kbitwrap: error: there is no folder {str(tmp_path / 'absent')!r}: ADAPTER is the folder of a saved adapter\n",
+    )
