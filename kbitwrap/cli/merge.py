@@ -49,7 +49,7 @@ _OPTIONS = {
     "merge_as='quantized'": "--as quantized",
     "(manifest)": "(--manifest)",
     "(quantization_config)": "(--quant)",
-    "(quantization_config; False for none)": "(--quant; 'none' for none)",
+    "(quantization_config; False for none)": f"(--quant; 'none' for none). {QUANT_BY_CONFIG}",
 }
 
 

@@ -169,6 +169,15 @@ def test_a_destination_in_a_folder_of_others_is_refused_before_anything_is_read(
 # ----------------------------------------------------------------------------------------------------
 
 
+def test_a_merge_without_a_record_says_which_value_is_which_config(
+    base: Path, adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, _, err = run(capsys, "merge", adapter, "--out", tmp_path / "out", "--device", "cpu")
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"it is not known how the base {str(base)!r} was quantized in training" in err
+    assert err.endswith(f"or the quantization (--quant; 'none' for none). {usage.QUANT_BY_CONFIG}\n")
+
+
 def test_a_stamp_is_refused_where_nothing_says_how_the_base_was_quantized(
     base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
