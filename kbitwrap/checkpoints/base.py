@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import StrPath
-from ..errors import ConfigError
+from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..manifest.pending import BaseCheck
 from ..model.bitsandbytes_layers import is_pending
@@ -56,6 +56,7 @@ _TASKS = {
 }
 QUANTIZATION = "how the base was quantized in training"
 """The words for it in a manifest that was made afterwards and does not know it."""
+_COMPUTE_DTYPE = "bnb_4bit_compute_dtype"
 _IN_CACHE = "models--"  # begins the name of a repository's folder in the hub's cache
 _MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -274,7 +275,10 @@ def _quantization(
         return None
 
     if manifest is not None and QUANTIZATION not in manifest.unknown:
-        return recorded_quantization(manifest) if given is None else given or None
+        if given is None:
+            return recorded_quantization(manifest)
+        _refuse_other_kind(manifest, given or {})
+        return _in_recorded_dtype(manifest, given) if given else None
 
     if saved is not None and saved.config_of_model:
         beside: dict[str, Any] = saved.config_of_model["quantization_config"]
@@ -290,6 +294,49 @@ def _quantization(
         )
 
     return given or None
+
+
+def _refuse_other_kind(manifest: Manifest, given: Mapping[str, Any]) -> None:
+    """Raise, before anything is loaded, where a manifest records another kind of quantization than was given."""
+    recorded = _kind(manifest.model.quantization.config)
+    found = _kind(given)
+    if None in (recorded, found) or recorded == found:
+        return  # other settings are compared after loading
+
+    raise ManifestMismatchError(
+        f"the manifest records {recorded} as the quantization of the base in training, and {found} was given",
+        different={"": {"quantization": (recorded, found)}},
+    )
+
+
+def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were given, with the run's dtype to compute in, which changes no weight."""
+    settings = dict(given)
+    settings.pop(_COMPUTE_DTYPE, None)
+    recorded = manifest.model.quantization.config.get(_COMPUTE_DTYPE)
+    if recorded is not None:
+        settings[_COMPUTE_DTYPE] = recorded
+
+    return settings
+
+
+def _kind(settings: Mapping[str, Any]) -> str | None:
+    """A kind of bitsandbytes' quantization, such as nf4-double, or none.
+
+    ``None`` where it is of another library, or of several parts of a model.
+    """
+    if not settings:
+        return "none"
+
+    if settings.get("load_in_8bit"):
+        return "int8"
+
+    if not settings.get("load_in_4bit"):
+        return None
+
+    kind = str(settings.get("bnb_4bit_quant_type") or "fp4")
+    is_double = settings.get("bnb_4bit_use_double_quant")
+    return f"{kind}-double" if is_double else kind
 
 
 def _refuse_other_quantization(

@@ -141,7 +141,8 @@ def merge_checkpoint(
             base's files nor in the adapter's; the adapter's config says what the
             installed PEFT does not know, or lays out experts in a way that is not
             known.
-        ManifestMismatchError: The base is not the one that the manifest records.
+        ManifestMismatchError: The base, or the quantization that was given, is not what
+            the manifest records.
         ExportError: It cannot be merged or written, or ``dst`` is, holds or lies in
             what is read, or the check found a fault. Nothing was left at ``dst``.
 

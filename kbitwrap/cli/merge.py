@@ -43,7 +43,7 @@ The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE w
 Without one, the config.json in ADAPTER says it, where axolotl or another tool saved one. A GPU and a CPU may quantize
 a last bit differently: merge on the type of device that was trained on.
 
-Exit status: 0 written, 1 BASE is not the one that the manifest records, 2 bad usage, bad input, or it cannot be
+Exit status: 0 written, 1 BASE or --quant is not what the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""
 _OPTIONS = {
     "merge_as='quantized'": "--as quantized",

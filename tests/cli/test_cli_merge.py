@@ -13,6 +13,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from kbitwrap import KbitPreparedModel
+from kbitwrap.checkpoints import base as checkpoints_base
 from kbitwrap.cli import main, usage
 from support import training, zoo
 
@@ -214,3 +215,33 @@ def test_a_stamp_needs_an_adapter(capsys: pytest.CaptureFixture[str], tmp_path: 
         2,
         f"kbitwrap: error: there is no folder {str(tmp_path / 'absent')!r}: ADAPTER is the folder of a saved adapter\n",
     )
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4", "int8", "none"])
+def test_another_quantization_than_the_manifest_records_is_told_before_anything_is_loaded(
+    quant: str,
+    recorded: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*args: Any) -> None:
+        raise AssertionError("the base was loaded")
+
+    monkeypatch.setattr(checkpoints_base, "load_pretrained", load)
+    monkeypatch.setattr(checkpoints_base, "load_pending", load)
+    out = tmp_path / "out"
+    status, _, err = run(capsys, "merge", recorded, "--out", out, "--quant", quant, "--device", "cpu")
+    assert (status, err) == (
+        1,
+        "kbitwrap: the manifest records nf4-double as the quantization of the base in training, and "
+        f"{quant} was given\n",
+    )
+    assert not out.exists()
+
+
+def test_the_quantization_that_the_manifest_records_may_be_given(
+    recorded: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ("--quant", "nf4-double", "--device", "cpu")
+    assert run(capsys, "merge", recorded, "--out", tmp_path / "out", *options)[::2] == (0, "")
