@@ -42,7 +42,9 @@ def test_a_step_of_the_picture_is_predicted_as_it_was_drawn(front: Any, saved: d
 def test_what_pefts_function_leaves_is_what_was_measured(figures: Callable[[str], Any]) -> None:
     ways = json.loads(figures("pictures").FIGURES.read_text(encoding="utf-8"))["ways"]
     peft = ways.pop("peft")
-    said = f"PEFT's `prepare_model_for_kbit_training` leaves {peft['left']['dtypes']} tensors of a Mistral-7B in float32"
+    said = (
+        f"PEFT's `prepare_model_for_kbit_training` leaves {peft['left']['dtypes']} tensors of a Mistral-7B in float32"
+    )
     assert said in README
     said = f"{int(peft['left_bytes'] / 2**20)} MiB more, and {peft['left']['attributes']} modules with other attributes"
     assert said in README
