@@ -209,6 +209,11 @@ def merge_checkpoint(
         card = _card(name, saved, form, how, merged, device)
         _write_beside(writer.folder, base, saved, card)
 
+    of_merge = merged.report()
+    if other is not None:
+        note = _of_another_base(other, base)
+        of_merge["notes"] = (note, *of_merge["notes"])
+
     return ExportReport(
         Path(dst),
         writer.files,
@@ -217,8 +222,7 @@ def merge_checkpoint(
         twin.converted,
         seconds=time.perf_counter() - start,
         is_merge=saved is not None,
-        notes=_notes(other, base, merged),
-        **merged.report(),
+        **of_merge,
     )
 
 
@@ -232,18 +236,12 @@ def _record(
     return None if saved is None else saved_manifest(saved.folder)
 
 
-def _notes(other: str | None, base: StrPath, merged: Merged) -> tuple[str, ...]:
-    """What to mind of a merge, such as that the adapter names another base."""
-    notes = []
-    if other is not None:
-        notes.append(
-            f"the adapter names {shown(other)} as its base; what was merged is {os.fspath(base)!r}. If these are not "
-            "the same model, the merge is wrong"
-        )
-    if merged.note:
-        notes.append(merged.note)
-
-    return tuple(notes)
+def _of_another_base(named: str, base: StrPath) -> str:
+    """The note of a merge where the adapter names another base."""
+    return (
+        f"the adapter names {shown(named)} as its base; what was merged is {os.fspath(base)!r}. If these are not the "
+        "same model, the merge is wrong"
+    )
 
 
 def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:

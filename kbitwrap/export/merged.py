@@ -68,6 +68,7 @@ class Merged:
             "tensors": measures,
             "kept": total.kept if measures else None,
             "error": total.error if measures else None,
+            "notes": (self.note,) if self.note else (),
         }
 
 
