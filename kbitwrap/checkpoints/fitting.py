@@ -53,7 +53,7 @@ def fitting_quantization(
     """
     from transformers import BitsAndBytesConfig
 
-    fqn = _adapted_weight(base, saved, dtype, merged)
+    fqn = _quantized_weight(base, saved, dtype, merged)
     if fqn is None:
         return None
 
@@ -69,15 +69,18 @@ def fitting_quantization(
     return nearest
 
 
-def _adapted_weight(
+def _quantized_weight(
     base: StrPath, saved: SavedAdapter, dtype: torch.dtype | None, merged: MergedSide
 ) -> str | None:
-    """The name of the first matrix that the adapter changes, and the checkpoint holds."""
-    _, adapted = load_adapted(base, saved, None, False, dtype)
-    for fqn, tensor in plain_side(adapted, is_merged=True).saved.items():
+    """The name of the first matrix that bitsandbytes quantizes, and the checkpoint holds."""
+    from transformers import BitsAndBytesConfig
+
+    _, adapted = load_adapted(base, saved, None, BitsAndBytesConfig(**_4BIT), dtype)
+    for fqn, tensor in plain_side(adapted, is_merged=False).saved.items():
         found = merged.tensors.get(fqn)
         if found is None or found.shape != tensor.shape:
             continue
+        # what is not quantized is there, and not computed
         if isinstance(tensor, LazyTensor) and tensor.ndim == 2:
             return fqn
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from kbitwrap import doctor
@@ -105,6 +106,18 @@ def test_doctor_finds_the_quantization_that_nothing_records_and_says_so(
     onto = f"added to the base's weights {taken}; nothing records whether it was trained on these"
     assert said.startswith(f"a merge: 100.0% of what the adapter learned, {onto}")
     assert f"nothing records it, so the base's weights were taken {taken}; give the quantization" in said
+
+
+def test_an_adapter_on_embeddings_alone_fits_a_quantization_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = str(zoo.checkpoint("llama")), str(tmp_path / "adapter")
+    config = LoraConfig(target_modules=["embed_tokens"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(zoo.load("llama"), config).save_pretrained(adapter, save_embedding_layers=False)
+    assert main(["merge", base, adapter, "--out", str(tmp_path / "out"), "--quant", "nf4"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path / "out"), "--base", base, "--adapter", adapter]) == 0
+    assert "in nf4, which the checkpoint fits" in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_does_not_say_that_an_adapter_was_trained_on_a_base_that_nothing_records(
