@@ -26,9 +26,9 @@ DEFAULT_QUANT = "nf4"
 BUILT_IN = "built-in byte-level Llama"  # what demo runs on by default
 KINDS_OF_NF4 = "nf4 is without double quantization, nf4-double with it; load_in_4bit=True alone makes fp4"
 QUANT_BY_CONFIG = (
-    "The value of --quant by the BitsAndBytesConfig of the training script: int8 for load_in_8bit=True; for "
-    "load_in_4bit=True fp4, or nf4 where bnb_4bit_quant_type is 'nf4', or nf4-double where bnb_4bit_use_double_quant "
-    "is True as well; none where there is no such config"
+    "By the BitsAndBytesConfig of the training script, --quant is int8 for load_in_8bit=True; for load_in_4bit=True it "
+    "is fp4, or nf4 with bnb_4bit_quant_type='nf4', or nf4-double with bnb_4bit_use_double_quant=True as well. Without "
+    "such a config it is none"
 )
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
 _OTHER_WORDS = {"fp16": "float16", "bf16": "bfloat16"}
