@@ -412,8 +412,14 @@ class ExportReport(Report):
             parts.append(f"{len(self.merged)} layers merged")
         if self.kept is not None:
             parts.append(f"{self.kept:.1%} of the delta kept")
-            parts.append(f"error {self.error:.1%} of its length")
+            parts.append(f"error {self.error:.1%} of its length{self._is_random}")
         num_clipped = sum(tensor.num_clipped for tensor in self.tensors.values())
         if num_clipped:
             parts.append(f"{num_clipped:,} weights beyond the range of their codes")
         return f"{self.path}: {', '.join(parts)}"
+
+    @property
+    def _is_random(self) -> str:
+        """The words for the error of codes, which were rounded at random."""
+        has_codes = any(tensor.bits <= 8 for tensor in self.tensors.values())
+        return " (random: it cancels in a layer's sums)" if has_codes else ""

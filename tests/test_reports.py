@@ -31,6 +31,7 @@ from kbitwrap import (
     predict_step,
 )
 from kbitwrap.checkpoints.doctor import Finding
+from kbitwrap.reports import TensorMeasure
 from support import zoo
 
 HOSTILE = "<script>alert('1')</script>\n\x1b[2J" + "x" * 300
@@ -113,6 +114,13 @@ def test_reprs_say_what_matters() -> None:
     assert repr(replace(of_export(), path=Path("out"))) == "ExportReport(63 tensors, 110,282 bytes, 'out')"
     assert repr(doctor(nn.Linear(2, 2))) == "DoctorReport(findings: 0, not measured: 0, 'Linear')"
     assert repr(step()).startswith("StepMemory('norms', batch 1, 8 tokens, on cuda: ")
+
+
+@pytest.mark.parametrize(("bits", "is_said"), [(4, True), (8, True), (16, False)])
+def test_the_error_of_codes_is_said_to_be_random(bits: int, is_said: bool) -> None:
+    merged = replace(of_export(), kept=0.98, error=2.4, tensors={"a": TensorMeasure(0.98, 2.4, bits)})
+    assert "98.0% of the delta kept, error 240.0% of its length" in str(merged)
+    assert ("random: it cancels in a layer's sums" in str(merged)) == is_said
 
 
 @pytest.mark.parametrize("name", REPORTS)

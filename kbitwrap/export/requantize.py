@@ -19,7 +19,7 @@ _MOST_CLIPPED = 1e-3  # of a weight's elements, beyond the codes of their groups
 # The elements that are rounded at once: whole bytes of codes, whole words of random
 # numbers, and few enough for a CPU's cache.
 _AT_ONCE = 1 << 18
-_REMEDY = "merge it as 'mixed' or 'half', which lose nothing"
+_REMEDY = "merge it as 'mixed' or 'half'"
 
 
 @torch.no_grad()
@@ -77,7 +77,8 @@ def requantize(
     if share > _MOST_CLIPPED:
         raise ExportError(
             f"{fqn}: {share:.2%} of the merged weights are beyond the range of their "
-            f"quantization, whose statistics stay the base's; {_REMEDY}",
+            "quantization, whose statistics stay the base's: the delta is too large "
+            f"for them; {_REMEDY}",
             fqn=fqn,
         )
 
