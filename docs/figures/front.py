@@ -23,7 +23,7 @@ from kbitwrap.bench.environment import environment
 from kbitwrap.bench.plot import STYLE
 from memory_tables import CONFIGS, step
 from merges import FIGURES as MERGES
-from merges import HALF, PEFTS, QUANTIZED, RELOAD, divergences_left
+from merges import AGAIN, HALF, PEFTS, QUANTIZED, RELOAD, divergences_left
 from sections import DOCS
 
 FIGURES = DOCS / "benchmarks" / "front.json"
@@ -38,6 +38,7 @@ PRECISIONS = ("peft", "compute", "norms", "none")
 MERGE_LABELS = {
     PEFTS: "PEFT's merge_and_unload, to 4 bits",
     RELOAD: "reload in bfloat16 and merge there",
+    AGAIN: "the same, then quantize to 4 bits again",
     QUANTIZED: "kbitwrap merge --as quantized, to 4 bits",
     HALF: "kbitwrap merge",
 }
@@ -80,8 +81,8 @@ def predict() -> dict[str, Any]:
 
 def draw(figures: dict[str, Any]) -> Figure:
     """Two panels, one above the other, so that a phone shows them in a size that can be read."""
-    figure = Figure(figsize=(5.8, 4.2), layout="constrained")
-    merges, steps = figure.subfigures(2, 1, height_ratios=(4, 5))
+    figure = Figure(figsize=(5.8, 4.6), layout="constrained")
+    merges, steps = figure.subfigures(2, 1, height_ratios=(5, 5))
 
     losses = {label: 100 * figures["divergence_left"][way] for way, label in MERGE_LABELS.items()}
     bars(merges, losses, "{:.2g} %", "What a merge loses of a fine-tune in nf4")
