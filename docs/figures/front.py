@@ -22,8 +22,8 @@ from kbitwrap import predict_step
 from kbitwrap.bench.environment import environment
 from kbitwrap.bench.plot import STYLE
 from memory_tables import CONFIGS, step
-from merges import FIGURES as MERGES
 from merges import AGAIN, HALF, PEFTS, QUANTIZED, RELOAD, divergences_left
+from merges import FIGURES as MERGES
 from sections import DOCS
 
 FIGURES = DOCS / "benchmarks" / "front.json"
