@@ -23,6 +23,7 @@ from unittest import mock
 
 PRELOADED = "support.preloaded"
 WORLD_SIZE = 2
+_groups: list[Any] = []
 
 
 def start() -> None:
@@ -139,6 +140,9 @@ def _enter(rank: int, function: Callable[..., None], port: int, world_size: int,
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
         distributed.init_process_group("gloo", rank=rank, world_size=world_size, **options)
+        # Held to the end of the process: DDP's reducer, the last to hold it otherwise, waits for the group's threads
+        # with Python's lock, for which one of these may wait.
+        _groups.append(distributed.group.WORLD)
         try:
             yield
         finally:
