@@ -1,4 +1,4 @@
-"""What the files of an adapter say before torch is imported: whether it is there, its base, and its quantization."""
+"""The files of an adapter, read before torch is imported: whether it is there, its base, and its quantization."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def command(
 
 
 def _with_options(text: str) -> str:
-    """What the library says, with options in place of arguments."""
+    """The library's words, with options in place of arguments."""
     for name, option in _OPTIONS.items():
         text = text.replace(name, option)
     return text

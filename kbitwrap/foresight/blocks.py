@@ -230,7 +230,7 @@ class Blocks:
         self.own()
 
     def own(self) -> None:
-        """Note what lies in each block that is kept: anew, after blocks were given more."""
+        """Note the modules in each block that is kept; again after blocks were given more."""
         for stack in self.stacks:
             for index, block in zip(stack.kept, stack.blocks, strict=True):
                 for module in block.modules():
