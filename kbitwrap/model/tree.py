@@ -189,14 +189,21 @@ class ModelTree:
         return self._places.get(id(tensor.parameter)) or [(tensor.module, tensor.name)]
 
     def record(self, tensor: NamedTensor) -> ParameterRecord:
-        """The record of a parameter: the one that there is, or a new one."""
-        found = self.records.at(tensor.module, tensor.name)
-        if found is None or not found.is_seen(tensor.parameter):
-            places = self.places(tensor)
-            found = ParameterRecord(tensor.fqn, places, tensor.parameter)
-            self.records.add(found, places)
+        """The record of a parameter: the one that there is, or a new one.
 
-        return found
+        A parameter that got another name since, as PEFT gives one to AQLM's codes, has the
+        record that it had.
+        """
+        parameter = tensor.parameter
+        places = self.places(tensor)
+        for owner, name in [(tensor.module, tensor.name), *places]:
+            found = self.records.at(owner, name)
+            if found is not None and found.is_seen(parameter):
+                return found
+
+        made = ParameterRecord(tensor.fqn, places, parameter)
+        self.records.add(made, places)
+        return made
 
     @cached_property
     def base_tensors(self) -> list[NamedTensor]:

@@ -316,6 +316,26 @@ def test_prepared_and_suspended_record_the_same(precision: str) -> None:
         assert not prepared.verify()
 
 
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_second_name_for_a_parameter_is_no_part_of_the_base(precision: Precision) -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    with KbitPreparedModel(model, precision=precision) as prepared:
+        first = prepared.manifest()
+        layers = (model.model.layers[0].mlp.up_proj, model.model.norm)
+        for layer in layers:
+            layer.register_parameter("qweight", layer.weight)  # as PEFT does with the codes of AQLM
+        assert not prepared.manifest().diff(first)
+        for _ in range(2):
+            with prepared.suspended():
+                assert not prepared.manifest().diff(first)
+            assert not prepared.manifest().diff(first)
+        assert not prepared.verify()
+    for layer in layers:
+        del layer.qweight
+    assert before.diff(Snapshot(model), moved=True) == []
+
+
 def test_other_states_have_no_manifest() -> None:
     prepared = KbitPreparedModel(tied())
     with pytest.raises(StateError, match="manifest"):
