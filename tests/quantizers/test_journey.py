@@ -164,7 +164,7 @@ if "compressed-tensors" in CELLS:
         message = r"decompressed by its library when the model ran.*run the model before it is prepared"
         with pytest.raises(ManifestError, match=message) as caught:
             prepared.manifest()
-        assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight"
+        assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight_packed"
         with pytest.raises(ExportError, match=message):
             prepared.export(tmp_path / "exported")
         assert "model.layers.0.self_attn.q_proj.weight_packed" in prepared.restore().replaced
