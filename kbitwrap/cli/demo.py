@@ -36,24 +36,27 @@ from .usage import (
 _MAX_SEED = 2**63 - 1
 _DEFAULT_PRECISION = PrepareConfig().precision.value
 _TITLES = {
-    "plan": "the bytes added are those planned",
+    "plan": "the bytes are those planned and predicted",
     "numbers": 'same bits before; loss and gradients of "compute" are PEFT\'s',
     "training": "trained: {loss}, base untouched",
     "suspension": "suspended to generate: as loaded; then as before",
     "restore": "restored: bits, dtypes, flags, hooks as loaded",
     "merge": "merged: dtypes, hooks, flags as loaded, nothing in float32",
 }
-_NEXT = (
-    "Your own model: kbitwrap plan MODEL --step --budget 8GiB says what a training step takes, and "
-    "kbitwrap demo --model MODEL runs this on it."
+_NEXT = """Next, with your own:
+  kbitwrap plan MODEL --step --budget 8GiB
+  kbitwrap merge ADAPTER --quant nf4 --out DIR
+  kbitwrap doctor DIR --adapter ADAPTER --quant nf4"""
+SUMMARY = (
+    "Prepare, train and merge a small model PEFT's way and ours, and check each step."
 )
-SUMMARY = "Prepare a small quantized model PEFT's way and ours, and check each step."
-HELP = """Prepare a small quantized model PEFT's way and ours, side by side, and check each step.
+HELP = """Prepare, train and merge a small quantized model PEFT's way and ours, side by side, and check each step.
 
-A small model is built, loaded quantized and prepared, a LoRA is trained on it, text is generated from it while it is
-suspended, the model that the LoRA makes is exported, it is restored, and the LoRA is merged; the model is checked after
-each step. PEFT's own function then prepares the same bits, takes the same first step and merges the same LoRA. Needs no
-network.
+A small model is built, loaded quantized and prepared; what a training step takes is predicted, and measured. A LoRA is
+trained on it, text is generated from it while it is suspended, the model that the LoRA makes is exported, the model is
+restored, and the LoRA is merged; the model is checked after each step. PEFT's own function then prepares the same bits,
+and takes the same steps. The same LoRA is merged in PEFT's ways, and doctor examines each merge. Needs no network. With
+--model, only the merge in place is made: the others may need more disk than there is.
 
 Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input."""
 
@@ -143,21 +146,23 @@ def command(
 def _show_result(result: Result, *, verbose: bool) -> None:
     checks = result["checks"]
     failed = list(_failed(result))
-    sides = _sides(result["sides"], result["device"])
-    parts: list[RenderableType] = [table(sides, right=True)]
+    parts: list[RenderableType] = [table(_sides(result), right=True)]
+    if result["merges"]:
+        parts.append(table(_merges(result["merges"])))
     if verbose:
         parts.append(_checks(checks))
     elif failed:
         parts.append(Group(*failed))
+    show(*parts, _count(result, verbose=verbose), _conclusion(result), _NEXT)
+
+
+def _count(result: Result, *, verbose: bool) -> str:
+    """The line on the checks."""
+    checks = result["checks"]
     num_passed = sum(check["passed"] for check in checks)
     seconds = sum(result["seconds"].values())
-    more = _fall(result) if verbose else f"{_fall(result)}; all: --verbose"
-    show(
-        *parts,
-        f"{num_passed} of {len(checks)} checks passed in {seconds:.1f} s ({more})",
-        _conclusion(result["sides"], result["precision"]),
-        _NEXT,
-    )
+    more = "" if verbose else "; all: --verbose"
+    return f"{num_passed} of {len(checks)} checks passed in {seconds:.1f} s ({_fall(result)}{more})"
 
 
 def _fall(result: Result) -> str:
@@ -166,59 +171,59 @@ def _fall(result: Result) -> str:
     return f"held-out loss {before:.2f} -> {after:.2f}"
 
 
-def _conclusion(sides: dict[str, Result], precision: str) -> str:
-    """The sentence on the loss in PEFT's way, and on what ours keeps."""
-    peft, ours = sides["peft"], sides[precision]
-    lost = f"In PEFT's way {peft['added_bytes']:,} bytes are added, {_left(peft)}"
-    kept = f"In ours {_left(ours)}"
-    if peft["merged_error"] is not None and ours["exported_error"] is not None:
-        lost += f", and the merge puts the logits off by {peft['merged_error']:.2%}"
-        kept += f", and the export puts them off by {ours['exported_error']:.2%}"
-    return f"{lost}. {kept}."
+def _conclusion(result: Result) -> str:
+    """The sentences on what PEFT's way loses, and on what ours keeps."""
+    names = {"PEFT's way": "peft", "Ours": result["precision"]}
+    errors = {}
+    if result["merges"]:
+        errors["PEFT's way"] = result["merges"][0]["error"]
+        errors["Ours"] = result["merges"][-1]["error"]
+    sentences = []
+    for subject, name in names.items():
+        side = result["sides"][name]
+        num_left = sum(side["left"].values())
+        left = f"{num_left} things" if num_left else "nothing"
+        parts = [f"adds {side['added_bytes']:,} bytes", f"leaves {left} changed"]
+        if subject in errors:
+            parts.append(f"merges with an error of {errors[subject]:.2%}")
+        *most, last = parts
+        sentences.append(f"{subject} {', '.join(most)}, and {last}.")
+    return " ".join(sentences)
 
 
-def _left(side: Result) -> str:
-    """The differences in the end from the model as it was loaded."""
-    left = side["left"]
-    counts = [f"{what}: {number}" for what, number in left.items() if number]
-    if not counts:
-        return "all is as loaded in the end"
-    return f"and not all is as loaded in the end ({', '.join(counts)})"
-
-
-# The figures of a side that are shown: the title, the name, and the format.
-_FIGURES = (
-    ("bytes added", "added_bytes", ","),
-    ("bytes at the peak while preparing", "peak_bytes", ","),
-    ("first step: loss, distance from PEFT's", "loss", ".2g"),
-    ("first step: gradients, relative distance", "gradients", ".2g"),
-    ("left in the end: dtypes, hooks, flags", "left", ""),
-    ("merged in place: bytes", "merged_bytes", ","),
-    ("merged in place: logits off float32's", "merged_error", ".2%"),
-    ("exported in bfloat16: bytes", "exported_bytes", ","),
-    ("exported in bfloat16: logits off float32's", "exported_error", ".2%"),
-)
-
-
-def _sides(sides: dict[str, Result], device: str) -> Rows:
+def _sides(result: Result) -> Rows:
     """A row for each figure that was measured, PEFT's column first."""
-    header = [f"on {device}"]
-    columns = []
-    for name, side in sides.items():
-        distances = side["difference_from_peft"]
-        header.append(f'"{name}"')
-        if name == "peft":
-            distances = {"loss": None, "gradients": None}
-            header[-1] = "PEFT's"
-        left = ", ".join(map(str, side["left"].values()))
-        columns.append({**side, **distances, "left": left})
-    rows = [header]
-    for title, key, form in _FIGURES:
-        figures = [column[key] for column in columns]
-        cells = ["-" if value is None else format(value, form) for value in figures]
-        if any(cell != "-" for cell in cells):
-            rows.append([title, *cells])
+    header = [f"prepared and trained on {result['device']}"]
+    added = ["bytes that preparing adds"]
+    predicted = ["bytes of a training step, predicted"]
+    step = ["bytes of a training step, measured"]
+    loss = ["first loss, distance from PEFT's"]
+    left = ["dtypes, hooks and flags left changed"]
+    for name, side in result["sides"].items():
+        is_peft = name == "peft"
+        header.append("PEFT's" if is_peft else f'"{name}"')
+        added.append(f"{side['added_bytes']:,}")
+        predicted.append(f"{side['predicted_bytes']:,}")
+        step.append(f"{side['step_bytes']:,}")
+        distance = side["difference_from_peft"]["loss"]
+        loss.append("-" if is_peft else f"{distance:.2g}")
+        left.append(str(sum(side["left"].values())))
+    return [header, added, predicted, step, loss, left]
+
+
+def _merges(merges: list[Result]) -> Rows:
+    """A row for each way to merge, ours last."""
+    rows = [["merged by", "error of logits", "kbitwrap doctor says"]]
+    for merge in merges:
+        rows.append([merge["name"], f"{merge['error']:.2%}", _verdict(merge)])
     return rows
+
+
+def _verdict(merge: Result) -> str:
+    """What doctor says of a merge, in a few words."""
+    if merge["faults"]:
+        return "not a merge"
+    return f"a merge, on the {merge['onto']} weights"
 
 
 def _checks(checks: list[Result]) -> Group:

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from peft import (
@@ -16,7 +17,6 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from .. import (
     ConfigError,
@@ -29,14 +29,8 @@ from .. import (
 from ..bench.memory import stored_bytes
 from .base_state import ASPECTS, BaseState
 from .console import InputError, Result, first_line
-from .demo_sides import (
-    PEFT,
-    Side,
-    Subject,
-    in_float32,
-    measure,
-    relative_error,
-)
+from .demo_merges import IN_PLACE, Merge, Merges
+from .demo_sides import PEFT, Side, Subject, in_float32, measure
 from .loading import choose_device, put_back
 from .losses import evaluate, logits
 
@@ -72,9 +66,10 @@ class Demo:
         blocks: The text.
         base: The state of the base when it was loaded.
         trained: The values of the trained adapter.
-        expected: The logits of the dequantized base and the trained adapter, in
-            float32; ``None`` for a model of others.
+        folder: A temporary folder, for the built-in model and what is made of it.
         sides: What was measured of each way to prepare.
+        merger: What merges the trained adapter, saved; ``None`` for a model of others.
+        merges: What was measured of each way to merge.
         checks: The checks, each with what was found.
         seconds: The time that each part took.
         measured: What else was measured.
@@ -103,9 +98,14 @@ class Demo:
         device = choose_device(self.device)
         self.checks: list[Result] = []
         self.sides: dict[str, Side] = {}
+        self.merges: list[Merge] = []
         self.seconds: dict[str, float] = {}
         self.measured: Result = {}
-        with put_back(device, one_thread=self.model is None):
+        with (
+            tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder,
+            put_back(device, one_thread=self.model is None),
+        ):
+            self.folder = Path(folder)
             with self._timed("load"):
                 self.subject = Subject(
                     self.model,
@@ -113,6 +113,7 @@ class Demo:
                     device,
                     self.seed,
                     self.trust_remote_code,
+                    self.folder,
                 )
             self.begin()
             self.blocks = self.subject.blocks
@@ -131,6 +132,7 @@ class Demo:
             "seed": self.seed,
             "checks": self.checks,
             "sides": sides,
+            "merges": [merge.to_dict() for merge in self.merges],
             "seconds": seconds,
             **self.measured,
         }
@@ -144,6 +146,9 @@ class Demo:
         for precision in precisions:
             if precision.upcasts_all:
                 self._check_numbers(precision.value)
+        if self.model is None and self.subject.device.type == "cpu":
+            for name in self.sides:
+                self._check_prediction(name)
 
     def _check_numbers(self, name: str) -> None:
         """Compare the first step with PEFT's: its numbers are the same, to the bit.
@@ -156,10 +161,18 @@ class Demo:
             check = f'"{name}": PEFT\'s {what}'
             self._check("numbers", check, f"difference {distance:g}", distance == 0)
 
+    def _check_prediction(self, name: str) -> None:
+        """Compare the bytes of a step with what was predicted: on a CPU they are the same."""
+        side = self.sides[name]
+        what = f'"{name}": a step takes the bytes predicted'
+        measured = f"{side.predicted_bytes:,} predicted, {side.step_bytes:,} measured"
+        is_same = side.predicted_bytes == side.step_bytes
+        self._check("plan", what, measured, is_same)
+
     def _prepare_train_restore(self) -> None:
         """Take our way from the loaded model to the merged one.
 
-        Then the same adapter is merged in PEFT's way, to compare what is left.
+        Then the same adapter is merged in other ways, to compare what these give.
         """
         model = self.subject.load()
         with self._timed("digests"):
@@ -175,13 +188,22 @@ class Demo:
         with self._timed("merge"):
             merged = adapted.merge_and_unload()
             self._check_merged(merged)
-            self._measure_merged(self.precision.value, merged)
+            self.sides[self.precision.value].merged_bytes = stored_bytes(merged)
         del model, prepared, merged, adapted  # not two models at a time
         with self._timed("merge, PEFT's way"):
-            model = self.subject.load()
-            prepare_model_for_kbit_training(model)
-            merged = self._with_trained(model).merge_and_unload()
-            self._measure_merged(PEFT, merged)
+            self._merge_in_other_ways()
+
+    def _merge_in_other_ways(self) -> None:
+        """Merge the same adapter in PEFT's ways."""
+        model = self.subject.load()
+        prepare_model_for_kbit_training(model)
+        merged = self._with_trained(model).merge_and_unload()
+        self.sides[PEFT].merged_bytes = stored_bytes(merged)
+        if self.merger is None:
+            return
+        name = IN_PLACE.format(quant=self.quant)
+        in_place = self.merger.in_place(name, merged)
+        self.merges = [in_place, self.merger.reloaded(), *self.merges]
 
     def _use_prepared(self, prepared: KbitPreparedModel) -> PeftModel:
         """Do what is done while the model is prepared.
@@ -206,9 +228,10 @@ class Demo:
             with self._timed("suspend"):
                 self._suspend(prepared, adapted)
             self.trained = _adapter_state(adapted)
-            self.expected = self._expected()
-            with self._timed("export"):
-                self._export(prepared, adapted)
+            self.merger = self._merger(prepared, adapted)
+            if self.merger is not None:
+                with self._timed("export"):
+                    self._check_export(self.merger.exported(prepared, adapted))
             with self._timed("restore"):
                 self._restore(prepared)
         return adapted
@@ -336,52 +359,26 @@ class Demo:
         set_peft_model_state_dict(adapted, self.trained)
         return adapted.eval()
 
-    def _expected(self) -> torch.Tensor | None:
-        """Compute what merged models are compared with.
-
-        Returns:
-            The logits of the dequantized base and the adapter beside it, in float32; ``None``
-            for a model of others, which may be too large for it.
-        """
-        if self.model is not None:
-            return None
-        with self._timed("float32"):
-            exact = in_float32(self.subject.load())
-            return logits(self._with_trained(exact), self.blocks)
-
-    def _export(self, prepared: KbitPreparedModel, model: PeftModel) -> None:
-        """Export the merged model, and measure its error.
+    def _merger(self, prepared: KbitPreparedModel, model: PeftModel) -> Merges | None:
+        """Save the adapter, and compute what merged models are compared with.
 
         Args:
             prepared: The prepared model.
             model: The same under its adapter.
-        """
-        if self.expected is None:
-            return
-        side = self.sides[self.precision.value]
-        with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
-            path = f"{folder}/merged"
-            report = prepared.export(path, merge_adapters=True, model=model)
-            device = {"": self.expected.device}
-            exported = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, device_map=device
-            )
-        found = logits(exported, self.blocks)
-        side.exported_bytes = report.num_bytes
-        side.exported_error = relative_error(found, self.expected)
 
-    def _measure_merged(self, name: str, merged: nn.Module) -> None:
-        """Measure a model that was merged in place.
-
-        Args:
-            name: The side that it is of.
-            merged: The model.
+        Returns:
+            What merges it; ``None`` for a model of others, which may be too large to be
+            merged three times.
         """
-        side = self.sides[name]
-        side.merged_bytes = stored_bytes(merged)
-        if self.expected is not None:
-            found = logits(in_float32(merged), self.blocks)
-            side.merged_error = relative_error(found, self.expected)
+        if self.model is not None:
+            return None
+        folder = self.folder / "merges"
+        model.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
+        prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
+        with self._timed("float32"):
+            exact = in_float32(self.subject.load())
+            expected = logits(self._with_trained(exact), self.blocks)
+        return Merges(self.subject, folder, expected)
 
     # What is checked.
 
@@ -403,6 +400,12 @@ class Demo:
         measured = f"{len(differences)} differences found by verify()"
         what = "training changed nothing of the base"
         self._check("training", what, measured, not differences)
+
+    def _check_export(self, merge: Merge) -> None:
+        self.merges.append(merge)
+        what = "exported: a merge, says doctor"
+        measured = f"{merge.kept:.1%} of the delta, on the {merge.onto} weights"
+        self._check("merge", what, measured, merge.is_right)
 
     def _restore(self, prepared: KbitPreparedModel) -> None:
         """Restore the model; that every edit could be undone is a check.

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 
-from .. import KbitPreparedModel, RestoreError, StepTracker
+from .. import KbitPreparedModel, RestoreError, StepTracker, predict_step
 from ..bench.memory import MemoryMeter, Timings
 from .base_state import BaseState
 from .console import InputError, Result, first_line
-from .loading import load_builtin, load_named, tokens_of
+from .loading import load_builtin, load_named, save_builtin, tokens_of
 from .losses import batch, block_losses
 from .text import Blocks, ByteTokens, Tokens, read_blocks
 from .usage import BUILT_IN
@@ -38,9 +39,13 @@ class Subject:
         device: The device.
         seed: Seed of the weights, the adapter and the text.
         trust_remote_code: Run the code that the model brings along.
+        folder: Where the built-in model is saved.
 
     Attributes:
         name: What to call the model.
+        base: The folder of the built-in model; ``None`` of another.
+        device: The device.
+        quant: How it is quantized.
         tokens: Its tokens.
         learning_rate: The learning rate for a LoRA on it.
         modules_to_save: What to train beside the LoRA.
@@ -57,22 +62,26 @@ class Subject:
         device: torch.device,
         seed: int,
         trust_remote_code: bool,
+        folder: Path,
     ) -> None:
         self._model = model
-        self._quant = quant
-        self._device = device
+        self.quant = quant
+        self.device = device
         self._seed = seed
         self._trust_remote_code = trust_remote_code
         self.name = model or BUILT_IN
+        self.base: Path | None = None
         self.learning_rate = 2e-4
         self.modules_to_save: list[str] | None = None
-        loaded = self.load()
         if model is None:
-            self.learning_rate = 2e-3
+            self.base = folder / "base"
+            self.learning_rate = 5e-4
             self.modules_to_save = ["lm_head"]
             self.tokens: Tokens = ByteTokens()
+            torch.manual_seed(seed)
+            save_builtin(self.base)
         else:
-            self.tokens = tokens_of(model, loaded, trust_remote_code)
+            self.tokens = tokens_of(model, self.load(), trust_remote_code)
         blocks = read_blocks(
             self.tokens, length=_LENGTH, num_held_out=_NUM_HELD_OUT, seed=seed
         )
@@ -81,10 +90,26 @@ class Subject:
     def load(self) -> Any:
         """Load the model."""
         torch.manual_seed(self._seed)
-        if self._model is None:
-            return load_builtin(self._quant, self._device)
-        return load_named(
-            self._model, self._quant, self._device, self._trust_remote_code
+        if self.base is not None:
+            return load_builtin(self.base, self.quant, self.device)
+        assert self._model is not None
+        return load_named(self._model, self.quant, self.device, self._trust_remote_code)
+
+    def lora(self, modules_to_save: list[str] | None = None) -> LoraConfig:
+        """The config of the adapter.
+
+        Args:
+            modules_to_save: What to train a copy of beside the LoRA.
+
+        Returns:
+            The config.
+        """
+        return LoraConfig(
+            r=_RANK,
+            lora_alpha=2 * _RANK,
+            target_modules="all-linear",
+            modules_to_save=modules_to_save,
+            task_type="CAUSAL_LM",
         )
 
     def adapt(self, model: Any, modules_to_save: list[str] | None = None) -> PeftModel:
@@ -98,20 +123,18 @@ class Subject:
             PEFT's wrapper.
         """
         torch.manual_seed(self._seed)
-        config = LoraConfig(
-            r=_RANK,
-            lora_alpha=2 * _RANK,
-            target_modules="all-linear",
-            modules_to_save=modules_to_save,
-            task_type="CAUSAL_LM",
-        )
         try:
-            adapted: Any = get_peft_model(model, config)
+            adapted: Any = get_peft_model(model, self.lora(modules_to_save))
         except ValueError as error:
             raise InputError(
                 f"PEFT cannot put a LoRA on {self.name}: {first_line(error)}"
             ) from error
         return adapted  # type: ignore[no-any-return]
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The inputs of a training step, labels among them: each ``(batch_size, length)``, int64."""
+        input_ids = batch(self.blocks, 0)[:, :-1].contiguous()
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         """The loss of a training step."""
@@ -127,6 +150,8 @@ class Side:
         digest: Of the bits that it began with.
         added_bytes: What the parameters hold more while prepared.
         peak_bytes: The most that tensors held while preparing, above the start.
+        predicted_bytes: The most that a training step takes, predicted before it.
+        step_bytes: The same, measured.
         seconds: The time that preparing took.
         loss: Of the first step.
         gradients: Of the first step, by name.
@@ -135,24 +160,19 @@ class Side:
             and modules with other flags.
         merged_bytes: The bytes of the model after ``merge_and_unload``; ``None`` where
             it was not merged.
-        merged_error: The error of its logits, relative to those computed in float32;
-            ``None`` where not measured.
-        exported_bytes: The bytes of the merged model that ``export`` wrote.
-        exported_error: The error of its logits.
     """
 
     name: str
     digest: str
     added_bytes: int
     peak_bytes: int
+    predicted_bytes: int
+    step_bytes: int
     seconds: float
     loss: float
     gradients: dict[str, Tensor]
     left: dict[str, int] = field(default_factory=dict)
     merged_bytes: int | None = None
-    merged_error: float | None = None
-    exported_bytes: int | None = None
-    exported_error: float | None = None
 
     def distances(self, peft: Side) -> dict[str, float]:
         """The distances from PEFT's numbers: of the loss, and the largest of the gradients, relative to the largest.
@@ -181,7 +201,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def measure(name: str, subject: Subject) -> Side:
-    """Prepare, take the first step, and put everything back.
+    """Prepare, take two steps, and put everything back.
 
     PEFT's function has no way back: only the adapter is unloaded.
 
@@ -194,6 +214,7 @@ def measure(name: str, subject: Subject) -> Side:
     """
     peak_bytes = _peak_bytes(name, subject.load())
     model = subject.load()
+    predicted_bytes = _predicted_bytes(name, model, subject)
     base = BaseState.of(dict(model.named_modules()))
     prepared = None if name == PEFT else KbitPreparedModel(model, precision=name)
     timings = Timings()
@@ -207,6 +228,7 @@ def measure(name: str, subject: Subject) -> Side:
     if prepared is not None:
         prepared.adopt(adapted)
     loss, gradients = _first_step(adapted, subject)
+    step_bytes = _step_bytes(adapted, subject)
     adapted.unload()
     if prepared is not None:
         with contextlib.suppress(RestoreError):  # what is left is counted
@@ -216,6 +238,8 @@ def measure(name: str, subject: Subject) -> Side:
         digest=base.digest(),
         added_bytes=added_bytes,
         peak_bytes=peak_bytes,
+        predicted_bytes=predicted_bytes,
+        step_bytes=step_bytes,
         seconds=timings.seconds[0],
         loss=loss,
         gradients=gradients,
@@ -232,6 +256,38 @@ def _peak_bytes(name: str, model: nn.Module) -> int:
         else:
             KbitPreparedModel(model, precision=name).prepare()
     return tracker.peak_bytes - tracker.static_bytes
+
+
+def _predicted_bytes(name: str, model: nn.Module, subject: Subject) -> int:
+    """The most bytes that a training step is predicted to take."""
+    batch_size, length = subject.inputs()["input_ids"].shape
+    kernels = "cpu" if subject.device.type == "cpu" else "cuda"
+    step = predict_step(
+        model,
+        precision=name,
+        batch_size=batch_size,
+        seq_len=length,
+        lora=subject.lora(),
+        kernels=kernels,
+    )
+    return step.peak_bytes
+
+
+def _step_bytes(model: PeftModel, subject: Subject) -> int:
+    """The most bytes that a training step takes, the optimizer's state being there."""
+    inputs = subject.inputs()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=subject.learning_rate)
+
+    def step() -> None:
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with StepTracker(model, optimizer, inputs) as tracker:
+        step()
+    return tracker.peak_bytes
 
 
 def _left_behind(base: BaseState) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,11 @@ def _why_not_cuda() -> str:
     return "this torch is built without CUDA"
 
 
-def load_builtin(quant: str, device: torch.device) -> Any:
-    """Build a small Llama over bytes with random weights, and load it quantized, as any checkpoint is.
+def save_builtin(folder: Path) -> None:
+    """Build a small Llama over bytes with random weights, and save it in bfloat16.
 
     Args:
-        quant: ``"nf4"`` or ``"int8"``.
-        device: The device.
-
-    Returns:
-        The model. Its checkpoint is gone from the disk.
+        folder: Where to.
     """
     config = LlamaConfig(
         vocab_size=NUM_BYTES + 3,
@@ -82,9 +77,21 @@ def load_builtin(quant: str, device: torch.device) -> Any:
         num_attention_heads=4,
         max_position_embeddings=512,
     )
-    with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
-        return _from_pretrained(folder, quant, device, local_files_only=True)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+def load_builtin(folder: Path, quant: str, device: torch.device) -> Any:
+    """Load the built-in model quantized, as any checkpoint is.
+
+    Args:
+        folder: Where it was saved.
+        quant: ``"nf4"`` or ``"int8"``.
+        device: The device.
+
+    Returns:
+        The model.
+    """
+    return _from_pretrained(str(folder), quant, device, local_files_only=True)
 
 
 def load_named(
@@ -115,6 +122,21 @@ def load_named(
         raise InputError(
             f"cannot load the model {name!r}: {first_line(error)}"
         ) from error
+
+
+def quantization_on(device: torch.device, quant: str) -> Any:
+    """The config by which the demonstration quantizes.
+
+    Args:
+        device: The device.
+        quant: ``"nf4"`` or ``"int8"``.
+
+    Returns:
+        The config for ``from_pretrained``.
+    """
+    # A CPU computes faster in float32; what is stored stays half.
+    compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return quantization_config(quant, compute_dtype)
 
 
 def tokens_of(name: str, model: Any, trust_remote_code: bool) -> Tokens:
@@ -158,11 +180,9 @@ def _refuse_larger(name: str) -> None:
 
 
 def _from_pretrained(name: str, quant: str, device: torch.device, **kwargs: Any) -> Any:
-    # A CPU computes faster in float32; what is stored stays half.
-    compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return AutoModelForCausalLM.from_pretrained(
         name,
-        quantization_config=quantization_config(quant, compute_dtype),
+        quantization_config=quantization_on(device, quant),
         dtype=torch.bfloat16,
         device_map={"": device},
         **kwargs,

@@ -163,10 +163,10 @@ def test_every_check_passes(capsys: pytest.CaptureFixture[str], quant: str, prec
 def assert_fits_a_screen(printed: str, columns: int) -> None:
     lines = printed.splitlines()
     assert max(map(cell_len, lines)) <= columns
-    assert len(lines) < 24  # with the command's own line, a terminal of 24
+    assert len(lines) < 28
     assert lines[0] == "built-in byte-level Llama, nf4: PEFT's way and ours"
-    assert lines[2].split() == ["on", "cpu", "PEFT's", '"compute"', '"norms"']
-    assert any(line.startswith("27 of 27 checks passed") for line in lines)
+    assert lines[2].split() == [*"prepared and trained on cpu".split(), "PEFT's", '"compute"', '"norms"']
+    assert any(line.startswith("31 of 31 checks passed") for line in lines)
 
 
 @pytest.mark.thorough
@@ -182,11 +182,12 @@ def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: R
     assert "FAIL" not in default_run.out
     assert_fits_a_screen(default_run.out, 80)
     said = " ".join(default_run.out.split())
-    assert (
-        "In PEFT's way 267,776 bytes are added, and not all is as loaded in the end (dtypes: 7, hooks: 1, flags: 11)"
-        in said
-    )
-    assert "In ours all is as loaded in the end, and the export puts them off by 0." in said
+    assert "PEFT's way adds 267,776 bytes, leaves 19 things changed, and merges with an error of 1." in said
+    assert "Ours adds 0 bytes, leaves nothing changed, and merges with an error of 0.0" in said
+    assert "merge_and_unload in nf4 1." in said
+    assert said.count("not a merge") == 1
+    assert "% a merge, on the original weights kbitwrap's export 0.0" in said
+    assert "% a merge, on the trained weights" in said
     before, after = map(float, re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", default_run.out)[0])
     assert before > 5
     assert after < 4
@@ -287,12 +288,39 @@ def test_pefts_way_is_measured_beside_ours(default_run: Run) -> None:
     assert 0 < sides["norms"]["difference_from_peft"]["gradients"] < 0.05
     assert [set(sides[name]["left"].values()) for name in ("compute", "norms")] == [{0}, {0}]
     assert sides["norms"]["peak_bytes"] < sides["peft"]["peak_bytes"]
-    # A merge into 4 bits rounds all weights anew; the export writes them in bfloat16.
-    assert sides["norms"]["exported_error"] < sides["norms"]["merged_error"] / 5
-    assert sides["peft"]["exported_bytes"] is None
+    for side in sides.values():
+        assert side["predicted_bytes"] == side["step_bytes"]
+    assert sides["norms"]["step_bytes"] < sides["compute"]["step_bytes"] < sides["peft"]["step_bytes"]
     assert {check["group"] for check in default_run.result["checks"]} == {
         *("plan", "numbers", "training", "suspension", "restore", "merge")
     }
+
+
+def test_the_merges_are_measured_by_their_logits_and_by_doctor(default_run: Run) -> None:
+    in_place, reloaded, ours = default_run.result["merges"]
+    # A merge into 4 bits rounds all weights anew; the others write them in bfloat16.
+    assert in_place["faults"] == ["an adapter was merged into 4-bit weights"]
+    assert reloaded["faults"] == ours["faults"] == []
+    assert (reloaded["onto"], ours["onto"]) == ("original", "trained")
+    assert ours["error"] < reloaded["error"] / 10 < in_place["error"] / 10
+    assert in_place["num_bytes"] < ours["num_bytes"] == reloaded["num_bytes"]
+    assert ours["kept"] == pytest.approx(1, abs=1e-5)
+
+
+def test_an_export_that_is_no_merge_fails_a_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = KbitPreparedModel.export
+
+    def export_the_base(self: KbitPreparedModel, path: Path, *, merge_adapters: bool, model: Any) -> Any:
+        with model.disable_adapter(), pytest.warns(UserWarning, match="no adapter of the model is active"):
+            return export(self, path, merge_adapters=merge_adapters, model=model)
+
+    monkeypatch.setattr(KbitPreparedModel, "export", export_the_base)
+    status, result = run_json(capsys, "--steps", "2", "--device", "cpu")
+    assert status == 1
+    assert failed(result) == ["exported: a merge, says doctor"]
+    assert "the trained copy was dropped" in result["merges"][-1]["faults"]
 
 
 def test_a_number_that_is_not_pefts_fails_a_check(
@@ -337,7 +365,8 @@ def test_a_write_to_the_base_fails_a_check(
     def step_and_write(self: torch.optim.AdamW) -> None:
         step(self)
         with torch.no_grad():
-            models[-1].get_input_embeddings().weight[3, 3] += 1
+            for model in models[-1:]:
+                model.get_input_embeddings().weight[3, 3] += 1
 
     monkeypatch.setattr(KbitPreparedModel, "prepare", remember)
     monkeypatch.setattr(torch.optim.AdamW, "step", step_and_write)
