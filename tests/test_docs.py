@@ -27,6 +27,7 @@ from peft import get_peft_model
 from kbitwrap import KbitPreparedModel, StepPredictor
 from kbitwrap.cli import main
 from support import forks, pages, zoo
+from support.files import make_tokenizer
 from support.trainers import dataset, prompt
 
 NEEDS = {
@@ -122,6 +123,7 @@ def given() -> dict[str, Any]:
         "batch": zoo.inputs("llama", model),
         "batches": [zoo.inputs("llama", model, seed=seed) for seed in range(8)],
         "prompt": prompt(model),
+        "tokenizer": make_tokenizer(64),
         "engine": SimpleNamespace(load_weights=lambda named: None),
     }
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from .. import KbitPreparedModel, doctor
-from ..checkpoints.measure import TRAINED
 from .console import Result
 from .demo_sides import Subject, in_float32, relative_error
 from .loading import quantization_on
@@ -48,7 +47,7 @@ class Merge:
     @property
     def is_right(self) -> bool:
         """Whether it is a merge onto the weights that were trained on."""
-        return self.onto == TRAINED and not self.faults
+        return self.onto == "trained" and not self.faults
 
     def to_dict(self) -> Result:
         """The figures as plain values, ready for JSON."""

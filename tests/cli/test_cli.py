@@ -165,7 +165,7 @@ def assert_fits_a_screen(printed: str, columns: int) -> None:
     assert max(map(cell_len, lines)) <= columns
     assert len(lines) < 28
     assert lines[0] == "built-in byte-level Llama, nf4: PEFT's way and ours"
-    assert lines[2].split() == [*"prepared and trained on cpu".split(), "PEFT's", '"compute"', '"norms"']
+    assert lines[2].split()[-4:] == ["cpu", "PEFT's", '"compute"', '"norms"']
     assert any(line.startswith("31 of 31 checks passed") for line in lines)
 
 

@@ -29,8 +29,13 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def save_tokenizer(folder: Path, num_ids: int) -> None:
-    """Save a tokenizer of words whose ids are counted from 0; the last is a chat template's token."""
+    """Save a tokenizer of so many ids."""
+    make_tokenizer(num_ids).save_pretrained(folder)
+
+
+def make_tokenizer(num_ids: int) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of words whose ids are counted from 0; the last is a chat template's token."""
     vocabulary = {f"w{number}": number for number in range(num_ids - 1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.add_special_tokens(["<|im_start|>"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
