@@ -149,14 +149,16 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert main(["plan", model, *arguments]) == 0
     out = capsys.readouterr().out
     assert "longest sequence 64, largest batch" not in out.splitlines()[2]
-    assert out.startswith("8 GiB: fits with norms, none; with norms batch 3 of 8 tokens, or one sequence of 64.\n")
+    said = "8 GiB: fits with norms, none; with norms at most batch 3 of 8 tokens, or one sequence of 64. "
+    assert " ".join(out.split()).startswith(said)
     assert "For each: fits yes, longest sequence 64." in out
     out = " ".join(out.split())
     assert "largest batch at 8" in out
     assert "Add to each peak " in out
     assert " GiB, which no prediction knows (" in out
     assert "workspaces of cuBLAS" in out
-    assert "the CUDA context, fragmentation and other programs on the device come on top" in out
+    assert "The CUDA context comes on top, 0.267 to 0.621 GiB" in out
+    assert "and so do fragmentation and other programs on the device" in out
 
 
 def test_the_first_sentence_says_what_does_not_fit(
@@ -167,12 +169,13 @@ def test_the_first_sentence_says_what_does_not_fit(
     arguments = ["plan", model, "--step", "--seq", "8", "--precision", "none", "norms"]
     assert main([*arguments, "--budget", "1KiB"]) == 1
     # no number above zero is shown as zero
-    said = "0.001 GiB: does not fit, loading the model takes 0.001 GiB before any step; a step of 1 x 8 tokens takes "
-    assert capsys.readouterr().out.startswith(said)
+    said = "0.001 GiB: does not fit. A step of 1 x 8 tokens takes 0.001 GiB with none, the least of these; "
+    assert capsys.readouterr().out.startswith(f"{said}loading the model takes 0.001 before any step.\n")
     loaded = predict(request_of(model), "none").step.loading_bytes
     assert main([*arguments, "--budget", f"{loaded}B"]) == 1
-    said = "0.001 GiB: does not fit, 1 x 8 tokens take 0.001 GiB with none; one sequence of 64 would.\n"
-    assert capsys.readouterr().out.startswith(said)
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith(f"{said}batch 4 of 8 tokens, or one sequence of 64 would fit. Beside these 0.001 GiB ")
+    assert "Without --precision all precisions are tried." in out
 
 
 def test_of_a_devices_memory_the_context_is_taken_off(
@@ -186,10 +189,39 @@ def test_of_a_devices_memory_the_context_is_taken_off(
     assert main(["plan", *arguments]) == 0
     out = " ".join(capsys.readouterr().out.split())
     said = (
-        "22.352 GiB of device memory, 21.731 beside the CUDA context: fits, batch 3 of 8 tokens, or one sequence of 64."
+        "22.352 GiB of device memory, 21.731 beside the CUDA context: fits, at most batch 3 of 8 tokens, "
+        "or one sequence of 64. That leaves no room for up to "
     )
     assert out.startswith(said)
+    unknown = found["steps"]["norms"]["unknown_bytes"][1]
+    assert f" GiB that no prediction knows; --budget {(found['budget_bytes'] - unknown) // 2**20}MiB does." in out
     assert "The CUDA context takes 0.267 to 0.621 GiB" in out
+
+
+def test_what_stands_beside_a_budget_is_that_of_the_longest_sequence_and_the_largest_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = LLAMA | {"num_hidden_layers": 1, "vocab_size": 4096, "max_position_embeddings": 512}
+    model = saved(tmp_path, config)
+    asked = ["--step", "--seq", "8", "--precision", "none"]
+    found = run_json(capsys, model, *asked, "--budget", "128MiB")["steps"]["none"]
+    sizes = [(1, found["longest_sequence"]), (found["largest_batch"], 8)]
+    nf4 = quantization_config("nf4", "bfloat16")
+    predict_at = StepPredictor(model, precision="none", quantization_config=nf4, dtype="bfloat16")
+    most = max(predict_at(*size).unknown_bytes[1] for size in sizes)
+    assert most > found["unknown_bytes"][1]
+    assert main(["plan", model, *asked, "--budget", "128MiB"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Beside these 0.125 GiB the device has to hold up to {step.gib(most)} GiB that no prediction knows" in out
+
+
+def test_on_a_cpu_nothing_stands_beside_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
+    options = ["--step", "--seq", "8", "--precision", "none", "--kernels", "cpu", "--budget", "4MiB"]
+    assert main(["plan", model, *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("0.004 GiB: fits, at most batch ")
+    assert "no prediction knows" not in out
 
 
 def request_of(model: str) -> step.StepRequest:
