@@ -180,6 +180,11 @@ class Prediction:
         """The most bytes beside the step, or one that is as large as fits, that are not known before."""
         return max(one.unknown_bytes[1] for one in (self.step, *self.at_limits))
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether that is a bound: outliers of 8-bit layers have none."""
+        return all(part.is_bounded for part in self.step.unknown)
+
     def fits(self, budget: int | None) -> bool:
         """Whether the step fits a budget.
 
@@ -296,10 +301,14 @@ class Predicted:
             limit: The limit.
             name: The precision.
         """
-        most = self.found[name].most_unknown_bytes
+        one = self.found[name]
+        most = one.most_unknown_bytes
         if not most:  # on a CPU all is known
             return ""
-        unknown = f"up to {gib(most)} GiB that no prediction knows"
+        amount = (
+            f"up to {gib(most)} GiB" if one.is_bounded else f"{gib(most)} GiB or more"
+        )
+        unknown = f"{amount} that no prediction knows"
         if limit.device_memory is None:
             low, high = map(gib, _CONTEXT_BYTES)
             return (

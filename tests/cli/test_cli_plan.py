@@ -215,6 +215,13 @@ def test_what_stands_beside_a_budget_is_that_of_the_longest_sequence_and_the_lar
     assert f"Beside these 0.125 GiB the device has to hold up to {step.gib(most)} GiB that no prediction knows" in out
 
 
+def test_of_8_bit_layers_no_bound_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
+    options = ["--step", "--seq", "8", "--precision", "none", "--quant", "int8", "--budget", "1MiB"]
+    assert main(["plan", model, *options]) == 0
+    assert " GiB or more that no prediction knows" in " ".join(capsys.readouterr().out.split())
+
+
 def test_on_a_cpu_nothing_stands_beside_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
     options = ["--step", "--seq", "8", "--precision", "none", "--kernels", "cpu", "--budget", "4MiB"]
