@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -46,6 +46,7 @@ from .usage import (
     path,
     value,
 )
+from .ways import explained
 
 if TYPE_CHECKING:
     from .. import Plan
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 SUMMARY = "Show what preparing a model costs, from its config alone."
 PEFT = "peft"
 _OF_STEPS = (PEFT, "unprepared")
-_CACHED = "what it frees stays in the allocator's cache until that is emptied, as new versions of it do at the end"
+_PEFTS = "PEFT's prepare_model_for_kbit_training"
 HELP = """Show what preparing a model costs, from its config alone; with --step, what a training step takes.
 
 No weight is read, and no code of the model's folder is run. Without --step, a table shows the bytes that each precision
@@ -255,7 +256,9 @@ def command(
         InputError: The model cannot be planned for.
     """
     if step and memory_budget is not None:
-        raise InputError("--memory-budget is for preparing; with --step give --budget")
+        raise InputError(
+            "--memory-budget is for what preparing adds; the budget of a whole step is --budget"
+        )
     if not step:
         _refuse_of_steps(
             precision or (),
@@ -288,9 +291,12 @@ def command(
         # With a budget all are planned, so that those that fit can be named.
         wanted = () if memory_budget is not None else (precision or ())
         with working(model, f"planning for {model}"):
-            plans = _plans(model, quant, dtype, wanted)
+            quantization = choose_quantization(model, quant, dtype)
+            plans = _plans(model, quantization.config, dtype, wanted)
         asked = {name: plans[name] for name in plans if name in (precision or plans)}
-        return _tell(Planned(model, dtype, memory_budget, plans, asked), plot, json_)
+        loaded_in = quantization.name if quantization.config is not None else None
+        planned = Planned(model, dtype, memory_budget, plans, asked, loaded_in)
+        return _tell(planned, plot, json_)
     from .step import StepRequest, limit_of, predict_steps
 
     request = StepRequest(
@@ -319,7 +325,12 @@ def _refuse_of_steps(precisions: Sequence[str], **of_steps: object) -> None:
     named = [option(name) for name, value in of_steps.items() if value is not None]
     named += [f"--precision {name}" for name in _OF_STEPS if name in precisions]
     if named:
-        raise InputError(f"{named[0]} applies to training steps only: add --step")
+        other = ""
+        if named[0] == "--budget":
+            other = ", or give --memory-budget for what preparing alone adds"
+        raise InputError(
+            f"{named[0]} applies to training steps only: add --step{other}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -331,13 +342,12 @@ Plans = dict[str, "Plan"]
 
 
 def _plans(
-    model: str, quant: str | None, dtype: str, precisions: Sequence[str]
+    model: str, quantization: Any, dtype: str, precisions: Sequence[str]
 ) -> Plans:
     """The plans by precision: those asked for, or all, and "full" for PEFT's row."""
     from .. import Plan
 
     plans: Plans = {}
-    quantization = choose_quantization(model, quant, dtype).config
     for precision in PRECISIONS:
         if precisions and precision not in (*precisions, Precision.FULL):
             continue
@@ -393,13 +403,24 @@ class Way:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plans for a model; some were made to be compared with, and were not asked for."""
+    """The plans for a model.
+
+    Attributes:
+        model: The model, as it was named.
+        dtype: The dtype of what is not quantized.
+        budget: The most that preparing may add at its peak, or ``None``.
+        plans: All that were made, some to be compared with.
+        asked: Those that were asked for.
+        quant: The quantization that was chosen for it; ``None`` for the model's own, or
+            for none.
+    """
 
     model: str
     dtype: str
     budget: int | None
     plans: Plans
     asked: Plans
+    quant: str | None = None
 
     @property
     def full(self) -> Plan:
@@ -453,19 +474,46 @@ class Planned:
 
     def parts(self) -> list[RenderableType]:
         """As texts and tables."""
-        quantization = self.full.quantization or "none"
-        loaded = _mib(self.loaded)
         peft = self.ways[0]
-        parts: list[RenderableType] = [
-            f"{self.model}: quantization {quantization}, {self.dtype}, {loaded} loaded. In MiB:"
-        ]
+        parts: list[RenderableType] = []
+        if self.budget is not None:
+            parts.append(hanging(self._verdict(self.budget), 2))
+        parts.append(hanging(self._answer(), 2))
         if peft.added or peft.peak or peft.cached:  # else none adds anything
             parts.append(_by_precision(self))
+            parts.append(explained([way.name for way in self.ways]))
         parts.append(_by_role(self))
-        notes = _notes(self)
-        if notes:
-            parts.append(Group(*notes))
+        parts.append(Group(*_notes(self)))
         return parts
+
+    def _verdict(self, budget: int) -> str:
+        """The sentence that says which precisions a budget is enough for."""
+        fitting = self.fitting
+        over = [name for name in self.asked if name not in fitting]
+        within = ", ".join(fitting) or "no precision"
+        said = f"{_mib(budget)} MiB: preparing fits with {within}."
+        if over:
+            said += f" It does not fit with {', '.join(over)}."
+        return said
+
+    def _answer(self) -> str:
+        """The sentence that says what each way to prepare adds."""
+        names: dict[int, list[str]] = {}
+        peft, *ours = self.ways
+        for way in ours:
+            names.setdefault(way.added, []).append(way.name)
+        names.setdefault(peft.added, []).append(_PEFTS)
+        added = []
+        for size in sorted(names):
+            much = f"{_mib(size)} MiB" if size else "nothing"
+            *others, last = names[size]
+            listed = f"{', '.join(others)} and {last}" if others else last
+            added.append(f"{much} with {listed}")
+        dtypes = self.dtype
+        if self.full.quantization:
+            dtypes = f"{self.quant or self.full.quantization} and {self.dtype}"
+        loaded = f"{_mib(self.loaded)} MiB of parameters in {dtypes}"
+        return f"Preparing {self.model} adds to {loaded}: {'; '.join(added)}."
 
     def draw(self, file: Path) -> None:
         """Draw the parameters when prepared, by role, with the peaks and the budget."""
@@ -508,14 +556,9 @@ def _by_precision(planned: Planned) -> Group:
     """The cost of each precision in all, with a bar of its peak on which the budget is marked."""
     budget = planned.budget
     ways = planned.ways
-    rows = [["precision", "added", "after", "peak", "freed to cache"]]
+    rows = [["in MiB", "added", "peak while preparing", "parameters then"]]
     for way in ways:
-        sizes = (
-            way.added,
-            planned.loaded + way.added,
-            way.peak,
-            way.cached,
-        )
+        sizes = (way.added, way.peak, planned.loaded + way.added)
         rows.append([way.name, *map(_mib, sizes)])
     title = "peak"
     if budget is not None:
@@ -533,8 +576,8 @@ def _by_role(planned: Planned) -> Group:
     for way in planned.ways:
         if any(way.by_role.values()):
             columns.setdefault(tuple(way.by_role.values()), []).append(way.name)
-    headers = [f"+{', '.join(names)}" for names in columns.values()]
-    rows = [["role", "parameters", "loaded", *headers]]
+    headers = [f"added by {', '.join(names)}" for names in columns.values()]
+    rows = [["parameters, in MiB", "tensors", "loaded", *headers]]
     bars = []
     for place, (role, row) in enumerate(by_role.items()):
         added = [_mib(sizes[place]) for sizes in columns]
@@ -543,28 +586,33 @@ def _by_role(planned: Planned) -> Group:
     count = sum(row["count"] for row in by_role.values())
     sums = [_mib(sum(sizes)) for sizes in columns]
     rows.append(["total", str(count), _mib(planned.loaded), *sums])
-    title = f"loaded +{PEFT}" if columns else "loaded"
+    title = f"loaded, added by {PEFT}" if columns else "loaded"
     return table(rows, right=True, bars=Bars(title, [*bars, []]))
 
 
 def _notes(planned: Planned) -> list[str]:
-    """The lines below the tables: precisions that add nothing, warnings, and those that fit a budget."""
+    """The lines below the tables: what is beside their figures, warnings, and where to go on."""
     notes = []
-    idle = [way.name for way in planned.ways if not any(way.by_role.values())]
-    if idle:
-        notes.append(f"Nothing is added by {', '.join(idle)}.")
     samples = max([plan.sample_bytes for plan in planned.asked.values()], default=0)
     if samples:
         notes.append(
-            f"Beside it, samples of the parameters take {_mib(samples)} while prepared."
+            f"While a model is prepared, samples of its parameters take {_mib(samples)} MiB more: by them kbitwrap "
+            "tells whether training changed a parameter."
         )
-    if planned.ways[0].cached:
-        notes.append(f"PEFT's function ({PEFT}): {_CACHED}.")
+    cached = planned.ways[0].cached
+    if cached:
+        notes.append(
+            f"PEFT's function frees {_mib(cached)} MiB, which stay in the allocator's cache until that is emptied; "
+            "its newer versions empty it at the end."
+        )
     notes = [hanging(note, 2) for note in notes]
     notes += warned({name: plan.warnings for name, plan in planned.asked.items()})
-    if not planned.fits:
-        within = ", ".join(planned.fitting) or "no precision"
-        notes.append(hanging(f"Within the memory budget: {within}", 2))
+    notes.append(
+        hanging(
+            "This is the cost of preparing alone; --step shows what a training step takes.",
+            2,
+        )
+    )
     return notes
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from .. import StepPredictor
+from .. import Precision, StepPredictor
 from .console import Result, hanging, warned
 from .hub import choose_quantization, refusing, working
 from .plot import draw_steps
 from .tables import Rows, add_column, figure, table
 from .trainers import adapters, arguments, called
 from .usage import PRECISIONS
+from .ways import explained
 
 if TYPE_CHECKING:
     from .. import StepMemory
@@ -253,7 +254,7 @@ class Predicted:
         if not fitting:
             return f"{limit}: does not fit. {self._shortfall(limit)}"
         others = [name for name in found if name not in fitting]
-        best = max(fitting, key=lambda name: found[name].longest or 0)
+        best = max(fitting, key=self._merit)
         said = f"{limit}: fits"
         if len(found) == 1:
             said += ", "
@@ -263,6 +264,11 @@ class Predicted:
         if others:
             said += f" It does not fit with {', '.join(others)}."
         return said
+
+    def _merit(self, name: str) -> tuple[int, int, bool]:
+        """What the best of several precisions has most of; of equals, it is the default."""
+        one = self.found[name]
+        return one.longest or 0, one.largest or 0, name == Precision.NORMS
 
     def _most(self, name: str) -> str:
         """The largest batch and the longest sequence that fit with a precision, in words."""
@@ -312,7 +318,7 @@ class Predicted:
         if limit.device_memory is None:
             low, high = map(gib, _CONTEXT_BYTES)
             return (
-                f" Beside these {limit} the device has to hold {unknown}, "
+                f" Beside the {limit} the device has to hold {unknown}, "
                 f"and {low} to {high} GiB of CUDA context."
             )
         said = f" That leaves no room for {unknown}"
@@ -349,6 +355,7 @@ class Predicted:
         ]
         if same:
             parts.append(f"For each: {', '.join(same)}.")
+        parts.append(explained(steps))
         parts.append(table(_by_kind(steps), right=True))
         loading = steps[next(iter(steps))].loading_bytes
         if loading is not None:

@@ -58,16 +58,23 @@ def test_a_plan_is_told_with_totals_and_bars(
     assert main(["plan", model, "--memory-budget", "40KiB"]) == 1
     out = capsys.readouterr().out
     assert max(map(cell_len, out.splitlines())) <= 80
-    rows = rows_of(out)
-    assert " ".join(rows["precision"]) == "precision added after peak freed to cache fits peak, budget 0.039"
+    said = "0.039 MiB: preparing fits with compute, norms, adapted, none. It does not fit with full."
+    verdict, _, costs, *_ = out.split("\n\n")
+    assert " ".join(verdict.split()) == said
+    rows = rows_of(costs)
+    assert " ".join(rows["in MiB"]) == "in MiB added peak while preparing parameters then fits peak, budget 0.039"
     mib = {name: f"{size / 2**20:.3f}" for name, size in result["peft"].items()}
-    after = f"{(result['loaded_bytes'] + result['peft']['added_bytes']) / 2**20:.3f}"
-    assert rows["peft"][1:6] == [mib["added_bytes"], after, mib["peak_bytes"], mib["cache_bytes"], "no"]
-    assert rows["norms"][1:6] == ["0", f"{result['loaded_bytes'] / 2**20:.3f}", "0", "0", "yes"]
+    loaded = result["loaded_bytes"]
+    after = f"{(loaded + result['peft']['added_bytes']) / 2**20:.3f}"
+    assert rows["peft"][1:5] == [mib["added_bytes"], mib["peak_bytes"], after, "no"]
+    assert rows["norms"][1:5] == ["0", "0", f"{loaded / 2**20:.3f}", "yes"]
     assert "│" in out.split("\npeft")[1].splitlines()[0]
-    assert "+peft, full" in out
-    assert "+norms" not in out
-    assert "Nothing is added by norms, adapted, none." in out
+    words = " ".join(out.split())
+    assert "MiB of parameters in nf4 and bfloat16: nothing with norms, adapted and none; " in words
+    assert f"{mib['added_bytes']} MiB with full and PEFT's prepare_model_for_kbit_training." in words
+    assert f"PEFT's function frees {mib['cache_bytes']} MiB, which stay in the allocator's cache" in words
+    assert "added by peft, full" in words
+    assert "added by norms" not in words
 
 
 def test_where_nothing_is_added_that_is_said_once(
@@ -79,9 +86,9 @@ def test_where_nothing_is_added_that_is_said_once(
     capsys.readouterr()
     assert main(["plan", str(zoo.checkpoint("llama"))]) == 0
     out = capsys.readouterr().out
-    assert "Nothing is added by peft, full, norms.\n" in out
-    assert not [line for line in out.splitlines() if line.startswith(("precision", "peft", "full", "norms"))]
-    assert "+" not in out
+    assert "nothing with full, norms and PEFT's prepare_model_for_kbit_training.\n" in out
+    assert not [line for line in out.splitlines() if line.startswith(("in MiB", "peft", "full", "norms"))]
+    assert "added by" not in out
 
 
 def test_a_bar_is_as_long_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +156,7 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert main(["plan", model, *arguments]) == 0
     out = capsys.readouterr().out
     assert "longest sequence 64, largest batch" not in out.splitlines()[2]
-    said = "8 GiB: fits with norms, none; with norms at most batch 3 of 8 tokens, or one sequence of 64. "
+    said = "8 GiB: fits with norms, none; with none at most batch 4 of 8 tokens, or one sequence of 64. "
     assert " ".join(out.split()).startswith(said)
     assert "For each: fits yes, longest sequence 64." in out
     out = " ".join(out.split())
@@ -159,6 +166,18 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert "workspaces of cuBLAS" in out
     assert "The CUDA context comes on top, 0.267 to 0.621 GiB" in out
     assert "and so do fragmentation and other programs on the device" in out
+
+
+def test_of_equal_precisions_the_first_sentence_takes_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
+    one = step.Prediction(predict(request_of(model), "none").step, longest=64, largest=4)
+    monkeypatch.setattr(step, "_predict", lambda *_: one)
+    assert main(["plan", model, "--step", "--budget", "8GiB", "--precision", "peft", "none", "norms"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "8 GiB: fits with peft, none, norms; with norms at most batch 4 of 8 tokens"
+    )
 
 
 def test_the_first_sentence_says_what_does_not_fit(
@@ -174,7 +193,7 @@ def test_the_first_sentence_says_what_does_not_fit(
     loaded = predict(request_of(model), "none").step.loading_bytes
     assert main([*arguments, "--budget", f"{loaded}B"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith(f"{said}batch 4 of 8 tokens, or one sequence of 64 would fit. Beside these 0.001 GiB ")
+    assert out.startswith(f"{said}batch 4 of 8 tokens, or one sequence of 64 would fit. Beside the 0.001 GiB ")
     assert "Without --precision all precisions are tried." in out
 
 
@@ -212,7 +231,7 @@ def test_what_stands_beside_a_budget_is_that_of_the_longest_sequence_and_the_lar
     assert most > found["unknown_bytes"][1]
     assert main(["plan", model, *asked, "--budget", "128MiB"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert f"Beside these 0.125 GiB the device has to hold up to {step.gib(most)} GiB that no prediction knows" in out
+    assert f"Beside the 0.125 GiB the device has to hold up to {step.gib(most)} GiB that no prediction knows" in out
 
 
 def test_of_8_bit_layers_no_bound_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
