@@ -52,20 +52,29 @@ if TYPE_CHECKING:
     from .. import Plan
     from .step import Predicted
 
-SUMMARY = "Show what preparing a model costs, from its config alone."
+SUMMARY = (
+    "Say whether a training step fits, or what preparing costs, from a config alone."
+)
 PEFT = "peft"
 _OF_STEPS = (PEFT, "unprepared")
 _PEFTS = "PEFT's prepare_model_for_kbit_training"
-HELP = """Show what preparing a model costs, from its config alone; with --step, what a training step takes.
+HELP = """Say what a training step takes and whether that fits, from a model's config alone; or what preparing it costs.
 
-No weight is read, and no code of the model's folder is run. Without --step, a table shows the bytes that each precision
-and PEFT's own preparation ("peft") add, and another the parameters by role. With --step, a table shows the most bytes
-that a step with LoRA holds in each phase, and what they are held for. With --budget or --device-memory the first line
-says whether that fits, and each precision has the longest sequence and the largest batch that fit. --trainer predicts
-the step of that trainer with its own defaults: its batch, length, loss, optimizer, autocast and checkpointing.
+  kbitwrap plan MODEL --step --budget 7GiB
+  kbitwrap plan MODEL --step --trainer sft --device-memory 24GB
+  kbitwrap plan MODEL
+
+The first says whether a step of QLoRA fits 7 GiB, and which sequences and batches do. The second says so of TRL's
+SFTTrainer, with its own defaults, on a GPU of 24 GB. The third is about preparing alone: what each precision and PEFT's
+prepare_model_for_kbit_training add to the loaded model.
+
+No weight is read, no GPU is needed, and no code of the model's folder is run. A precision is a way to prepare: norms is
+the default, and full is what PEFT's function does. The output explains each that it shows.
 
 Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad
 input."""
+
+_WITH_STEP = "Options with --step"
 
 
 _Model = Annotated[
@@ -89,8 +98,8 @@ _Precision = Annotated[
     choice(
         "--precision",
         (*PRECISIONS, *_OF_STEPS),
-        f"Any of {', '.join(PRECISIONS)}, with --step also {PEFT} and unprepared, which is as loaded. "
-        "All but the last, if left out.",
+        f"Ways to prepare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, and unprepared, which "
+        "is as loaded. All but unprepared, if left out.",
         metavar="PRECISION...",
     ),
 ]
@@ -100,16 +109,23 @@ _MemoryBudget = Annotated[
         "--memory-budget",
         "BYTES",
         num_bytes,
-        "The largest peak allowed while preparing, such as 512MiB.",
+        "The most that preparing may add to the loaded model, such as 512MiB. It is no budget of a step, which "
+        "--budget is.",
+        panel="Options without --step",
     ),
 ]
-_Step = Annotated[bool, flag("--step", "Predict a training step.")]
+_Step = Annotated[
+    bool,
+    flag("--step", "Say what a training step takes, with LoRA on every linear layer."),
+]
 _Trainer = Annotated[
     str | None,
     choice(
         "--trainer",
         TRAINERS,
-        "The step of TRL's trainer of this kind, or of transformers' own (trainer), with its defaults, with --step.",
+        "The step of TRL's trainer of this kind, or of transformers' own (trainer), with its defaults for batch, "
+        "length, loss, optimizer, autocast and checkpointing.",
+        panel=_WITH_STEP,
     ),
 ]
 _Seq = Annotated[
@@ -118,8 +134,9 @@ _Seq = Annotated[
         "--seq",
         "NUMBER",
         integer(1),
-        "Tokens in a sequence, with --step. If left out: the default of --trainer; without it 2048, or the model's own "
-        "longest if that is less.",
+        "Tokens in a sequence. If left out: the default of --trainer; without it 2048, or the model's own longest if "
+        "that is less.",
+        panel=_WITH_STEP,
     ),
 ]
 _Batch = Annotated[
@@ -128,7 +145,8 @@ _Batch = Annotated[
         "--batch",
         "NUMBER",
         integer(1),
-        "Sequences in a batch, with --step. If left out: the default of --trainer, or 1 without it.",
+        "Sequences in a batch. If left out: the default of --trainer, or 1 without it.",
+        panel=_WITH_STEP,
     ),
 ]
 _Accumulate = Annotated[
@@ -138,6 +156,7 @@ _Accumulate = Annotated[
         "NUMBER",
         integer(1),
         "Batches whose gradients are accumulated in a step, with --trainer.",
+        panel=_WITH_STEP,
     ),
 ]
 _Liger = Annotated[
@@ -145,6 +164,7 @@ _Liger = Annotated[
     flag(
         "--liger",
         "Train with Liger's kernels, with --trainer; not predicted yet, so refused.",
+        panel=_WITH_STEP,
     ),
 ]
 _Engine = Annotated[
@@ -152,12 +172,19 @@ _Engine = Annotated[
     choice(
         "--engine",
         ("ddp", "fsdp2"),
-        "The step on one of several devices, with --devices and --step.",
+        "The step on one of several devices, with --devices.",
+        panel=_WITH_STEP,
     ),
 ]
 _Devices = Annotated[
     int | None,
-    value("--devices", "NUMBER", integer(2), "The number of devices, with --engine."),
+    value(
+        "--devices",
+        "NUMBER",
+        integer(2),
+        "The number of devices, with --engine.",
+        panel=_WITH_STEP,
+    ),
 ]
 _Budget = Annotated[
     int | None,
@@ -165,7 +192,8 @@ _Budget = Annotated[
         "--budget",
         "BYTES",
         file_size,
-        "The most that a step's tensors may take, such as 8GiB, with --step.",
+        "The most that all tensors may take, the model's among them, such as 7GiB. The CUDA context comes on top.",
+        panel=_WITH_STEP,
     ),
 ]
 _DeviceMemory = Annotated[
@@ -174,7 +202,8 @@ _DeviceMemory = Annotated[
         "--device-memory",
         "BYTES",
         file_size,
-        "The memory of the device, such as 24GB, with --step: a budget without what a CUDA context takes.",
+        "In place of --budget: the memory of the GPU, such as 24GB, of which the CUDA context is taken off.",
+        panel=_WITH_STEP,
     ),
 ]
 _Rank = Annotated[
@@ -183,7 +212,8 @@ _Rank = Annotated[
         "--rank",
         "NUMBER",
         integer(1),
-        "LoRA's rank, on every linear layer, with --step; 16, if left out.",
+        "LoRA's rank; 16, if left out.",
+        panel=_WITH_STEP,
     ),
 ]
 _Optimizer = Annotated[
@@ -192,7 +222,8 @@ _Optimizer = Annotated[
         "--optimizer",
         "NAME",
         str,
-        "A name of TrainingArguments.optim, with --step; adamw_torch, if left out.",
+        "A name of TrainingArguments.optim; adamw_torch, if left out.",
+        panel=_WITH_STEP,
     ),
 ]
 _Autocast = Annotated[
@@ -200,7 +231,8 @@ _Autocast = Annotated[
     choice(
         "--autocast",
         HALF_DTYPES,
-        "The dtype of autocast in the forward pass, with --step.",
+        "The dtype of autocast in the forward pass.",
+        panel=_WITH_STEP,
     ),
 ]
 _Kernels = Annotated[
@@ -208,7 +240,8 @@ _Kernels = Annotated[
     choice(
         "--kernels",
         ("cuda", "cpu"),
-        "The device of the step, with --step; cuda, if left out.",
+        "The device of the step; cuda, if left out.",
+        panel=_WITH_STEP,
     ),
 ]
 _Plot = Annotated[
@@ -228,24 +261,24 @@ _Overwrite = Annotated[
 def command(
     context: typer.Context,
     model: _Model,
+    step: _Step = False,
     quant: _Quant = None,
     dtype: _Dtype = "bfloat16",
     precision: _Precision = None,
-    memory_budget: _MemoryBudget = None,
-    step: _Step = False,
+    budget: _Budget = None,
+    device_memory: _DeviceMemory = None,
     seq: _Seq = None,
     batch: _Batch = None,
     trainer: _Trainer = None,
     accumulate: _Accumulate = None,
     liger: _Liger = False,
-    engine: _Engine = None,
-    devices: _Devices = None,
-    budget: _Budget = None,
-    device_memory: _DeviceMemory = None,
     rank: _Rank = None,
     optimizer: _Optimizer = None,
     autocast: _Autocast = None,
     kernels: _Kernels = None,
+    engine: _Engine = None,
+    devices: _Devices = None,
+    memory_budget: _MemoryBudget = None,
     plot: _Plot = None,
     overwrite: _Overwrite = False,
     json_: Json = False,
