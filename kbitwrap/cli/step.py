@@ -15,13 +15,14 @@ from .hub import choose_quantization, refusing, working
 from .plot import draw_steps
 from .tables import Rows, add_column, figure, table
 from .trainers import adapters, arguments, called
-from .usage import PRECISIONS
+from .usage import DEFAULT_QUANT, PRECISIONS
 from .ways import explained
 
 if TYPE_CHECKING:
     from .. import StepMemory
 
 _DEFAULT_SEQ_LEN = 2048
+_LARGER_QUANTS = ("int8", "none")
 _GIB = 2**30
 _MIB = 2**20
 _CONTEXT_BYTES = (287_047_680, 666_632_192)
@@ -290,7 +291,10 @@ class Predicted:
         if len(steps) > 1:
             said += ", the least of these"
         if loading is not None and loading > limit.budget:
-            return f"{said}; loading the model takes {gib(loading)} before any step."
+            said = f"Loading the model alone takes {gib(loading)} GiB. {said}."
+            if self.quantization in _LARGER_QUANTS:
+                said += f" In 4 bits it takes less: --quant {DEFAULT_QUANT}."
+            return said
         most = self._most(name)
         if most:
             said += f"; {most} would fit.{self._beside(limit, name)}"

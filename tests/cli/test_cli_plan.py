@@ -188,12 +188,17 @@ def test_the_first_sentence_says_what_does_not_fit(
     arguments = ["plan", model, "--step", "--seq", "8", "--precision", "none", "norms"]
     assert main([*arguments, "--budget", "1KiB"]) == 1
     # no number above zero is shown as zero
-    said = "0.001 GiB: does not fit. A step of 1 x 8 tokens takes 0.001 GiB with none, the least of these; "
-    assert capsys.readouterr().out.startswith(f"{said}loading the model takes 0.001 before any step.\n")
+    takes = "A step of 1 x 8 tokens takes 0.001 GiB with none, the least of these"
+    said = f"0.001 GiB: does not fit. Loading the model alone takes 0.001 GiB. {takes}."
+    assert " ".join(capsys.readouterr().out.split()).startswith(f"{said} {model}: ")
+    assert main([*arguments, "--budget", "1KiB", "--quant", "int8"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert words.startswith(f"{said} In 4 bits it takes less: --quant nf4. {model}: ")
     loaded = predict(request_of(model), "none").step.loading_bytes
     assert main([*arguments, "--budget", f"{loaded}B"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith(f"{said}batch 4 of 8 tokens, or one sequence of 64 would fit. Beside the 0.001 GiB ")
+    said = f"0.001 GiB: does not fit. {takes}; batch 4 of 8 tokens, or one sequence of 64 would fit. "
+    assert out.startswith(f"{said}Beside the 0.001 GiB ")
     assert "Without --precision all precisions are tried." in out
 
 
