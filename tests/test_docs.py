@@ -141,7 +141,7 @@ def run_command(command: str, folder: str) -> tuple[int, str]:
         output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         for search in ("longest_sequence", "largest_batch"):  # which take many predictions, and have tests of their own
-            stack.enter_context(mock.patch.object(StepPredictor, search, return_value=2048))
+            stack.enter_context(mock.patch.object(StepPredictor, search, return_value=64))
         status = main(words)
     if file:
         Path(file).write_text(output.getvalue(), encoding="utf-8")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MistralConfig
 
+from kbitwrap.cli import main
 from support import pages
 
 README = " ".join((pages.ROOT / "README.md").read_text(encoding="utf-8").split())
@@ -37,6 +40,42 @@ def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, An
 def test_a_step_of_the_picture_is_predicted_as_it_was_drawn(front: Any, saved: dict[str, Any]) -> None:
     assert list(saved["peak_bytes"]) == list(front.STEP_LABELS)
     assert front.step(saved["model"], "none").peak_bytes == saved["peak_bytes"]["none"]
+
+
+MISTRAL = {  # of mistralai/Mistral-7B-v0.3
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 32768,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "quoted"),
+    [
+        ("README.md", r'The answer is the first line: "(.*?)"'),
+        ("docs/step.md", r"The output begins with the answer: (.*?) The budget is"),
+    ],
+)
+def test_the_answer_that_is_quoted_is_what_the_command_prints(
+    page: str, quoted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    MistralConfig(**MISTRAL).save_pretrained(tmp_path)
+    command = next(block.text for block in pages.blocks(pages.ROOT / page, "bash") if " --step " in block.text)
+    program, *arguments = command.split()
+    assert program == "kbitwrap"
+    [name] = [word for word in arguments if "/" in word]
+    assert main([str(tmp_path) if word == name else word for word in arguments]) == ("peft" in arguments)
+    answer = capsys.readouterr().out.splitlines()[0]
+    text = (pages.ROOT / page).read_text(encoding="utf-8").replace("\n> ", " ")
+    assert re.findall(quoted, " ".join(text.split())) == [answer]
 
 
 def test_what_pefts_function_leaves_is_what_was_measured(figures: Callable[[str], Any]) -> None:

@@ -24,6 +24,14 @@ from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputEr
 from .usage import Command, Group, UsageError, line
 
 PROGRAM = "kbitwrap"
+HELP = """Plan, prepare, merge and check fine-tunes of quantized models (QLoRA).
+
+  kbitwrap plan MODEL --step --budget 7GiB  # will it fit?
+  kbitwrap merge ADAPTER --out DIR
+  kbitwrap doctor DIR  # is something wrong with the merge?
+  kbitwrap demo        # PEFT's way and ours, on a CPU
+
+'kbitwrap COMMAND --help' says more of each."""
 _COMPLETION = "_KBITWRAP_COMPLETE"  # by which a shell asks for words
 _COMMANDS = (demo, plan, inspect, doctor, merge, stamp, convert, bench, run)
 
@@ -50,7 +58,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Reversible preparation of quantized models for training."""
+    """The options of the program itself."""
 
 
 def build_command() -> Any:
@@ -66,7 +74,7 @@ def build_command() -> Any:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_options)
+    app.callback(help=HELP)(_options)
     commands = {module.__name__.rpartition(".")[2]: module for module in _COMMANDS}
     for name, module in {**commands, convert.OLD_NAME: convert}.items():
         settings = {**names, **getattr(module, "SETTINGS", {})}

@@ -47,7 +47,7 @@ def of_command(command: Any, context: Any) -> str:
             if not one.hidden:
                 groups["Commands"].append((name, one.short_help or ""))
     usage = Text.assemble(("Usage: ", _TITLE), " ".join(words))
-    paragraphs = [" ".join(part.split()) for part in command.help.split("\n\n")]
+    paragraphs = [_paragraph(part) for part in command.help.split("\n\n")]
     sections = [_section(title, rows, width) for title, rows in groups.items()]
     return as_text(
         usage,
@@ -56,6 +56,11 @@ def of_command(command: Any, context: Any) -> str:
         is_plain=False,
         width=width,
     )
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph as one line, which is folded; examples, which are indented, keep theirs."""
+    return text if text.startswith("  ") else " ".join(text.split())
 
 
 def _option_row(option: Any) -> tuple[str, str]:

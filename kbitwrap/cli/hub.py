@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -10,6 +11,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from .. import ConfigError, UnsupportedModelError
@@ -21,6 +24,7 @@ _TIMEOUT = 3.0  # seconds for a hub to answer
 _OFFLINE = "HF_HUB_OFFLINE"
 _QUANTIZATION = "quantization_config"
 BITSANDBYTES = "bitsandbytes"
+_ADAPTER_CONFIG = "adapter_config.json"
 _IN_OPTIONS = {
     r"^optimizer:": "--optimizer:",
     r"^args\.use_liger_kernel:": "--liger:",
@@ -67,6 +71,7 @@ def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
             why = f"{_OFFLINE} is set"
         raise InputError(
             f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
+            f"{_neighbour(Path(name))}"
         )
     before = os.environ.get(_OFFLINE)
     # read when libraries are imported, or at every use: both
@@ -124,13 +129,49 @@ def _is_here(name: str) -> bool:
         raise InputError(
             f"expected a folder, a config.json or a name on the hub such as org/model, found {name!r}"
         )
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise InputError(f"there is no config.json in {name!r}")
+    path = Path(name)
     if os.path.exists(name):
+        _check_model(path)
         return True
     if _NAME.fullmatch(name) is None or name.endswith(".json"):
-        raise InputError(f"there is no model at {name!r}")
+        raise InputError(f"there is no model at {name!r}{_neighbour(path)}")
     return False
+
+
+def _check_model(path: Path) -> None:
+    """Refuse a file or a folder that is something else than a model of transformers, and say what to give instead."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() and (path / "config.json").is_file():
+        return
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
+        raise InputError(
+            f"{str(path)!r} is a GGUF, which has no config.json: give the model that it was made from"
+        )
+    is_adapter = path.is_dir() or path.name == _ADAPTER_CONFIG
+    if is_adapter and (folder / _ADAPTER_CONFIG).is_file():
+        base = _base_of(folder / _ADAPTER_CONFIG)
+        raise InputError(
+            f"{str(path)!r} is an adapter: give the model that it was trained on{base}"
+        )
+    if path.is_dir():
+        raise InputError(f"there is no config.json in {str(path)!r}")
+
+
+def _base_of(config: Path) -> str:
+    """The base that the config of an adapter names, in words; empty where it names none."""
+    try:
+        base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+    return f", {base!r}" if isinstance(base, str) and base else ""
+
+
+def _neighbour(path: Path) -> str:
+    """A suggestion: the path beside the one that was typed that is most like it; empty where none is."""
+    if not os.path.isdir(path.parent) or not os.access(path.parent, os.R_OK):
+        return ""
+    alike = get_close_matches(path.name, os.listdir(path.parent), n=1)
+    return f"; did you mean {str(path.with_name(alike[0]))!r}?" if alike else ""
 
 
 def _answers(endpoint: str) -> bool:

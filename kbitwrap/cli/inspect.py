@@ -30,8 +30,12 @@ from .usage import Json, argument, path
 SUMMARY = "Show what a manifest records, or find float32 tensors left in a checkpoint."
 HELP = """Show what a manifest records, or find float32 tensors left in a checkpoint.
 
-Of a manifest: which model was prepared, and how. Of a checkpoint: the float32 tensors that a preparation left in a
-half-precision model, and how to get rid of them. Only headers are read, and no code in a file is run.
+  kbitwrap inspect out/checkpoint-500
+  kbitwrap inspect run/kbitwrap.json
+
+Of a checkpoint it lists the float32 tensors that a preparation left in a half-precision model, and says how to get rid
+of them. A manifest is kbitwrap's record of a run; of it, the command shows which model was prepared, and how. Only
+headers are read, and no code in a file is run.
 
 Exit status: 0 a manifest, or nothing is left over, 1 something is, 2 bad input."""
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -46,25 +46,35 @@ from .usage import (
     path,
     value,
 )
+from .ways import explained
 
 if TYPE_CHECKING:
     from .. import Plan
     from .step import Predicted
 
-SUMMARY = "Show what preparing a model costs, from its config alone."
+SUMMARY = (
+    "Say whether a training step fits, or what preparing costs, from a config alone."
+)
 PEFT = "peft"
 _OF_STEPS = (PEFT, "unprepared")
-_CACHED = "what it frees stays in the allocator's cache until that is emptied, as new versions of it do at the end"
-HELP = """Show what preparing a model costs, from its config alone; with --step, what a training step takes.
+_PEFTS = "PEFT's prepare_model_for_kbit_training"
+HELP = """Say what a training step takes and whether that fits, from a model's config alone; or what preparing it costs.
 
-No weight is read, and no code of the model's folder is run. Without --step, a table shows the bytes that each precision
-and PEFT's own preparation ("peft") add, and another the parameters by role. With --step, a table shows the most bytes
-that a step with LoRA holds in each phase, and what they are held for. With --budget or --device-memory the first line
-says whether that fits, and each precision has the longest sequence and the largest batch that fit. --trainer predicts
-the step of that trainer with its own defaults: its batch, length, loss, optimizer, autocast and checkpointing.
+  kbitwrap plan MODEL --step --budget 7GiB
+  kbitwrap plan MODEL --step --trainer sft --device-memory 24GB
+  kbitwrap plan MODEL
+
+The first says whether a step of QLoRA fits 7 GiB, and which sequences and batches do. The second says so of TRL's
+SFTTrainer, with its own defaults, on a GPU of 24 GB. The third is about preparing alone: what each precision and PEFT's
+prepare_model_for_kbit_training add to the loaded model.
+
+No weight is read, no GPU is needed, and no code of the model's folder is run. A precision is a way to prepare: norms is
+the default, and full is what PEFT's function does. The output explains each that it shows.
 
 Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad
 input."""
+
+_WITH_STEP = "Options with --step"
 
 
 _Model = Annotated[
@@ -88,8 +98,8 @@ _Precision = Annotated[
     choice(
         "--precision",
         (*PRECISIONS, *_OF_STEPS),
-        f"Any of {', '.join(PRECISIONS)}, with --step also {PEFT} and unprepared, which is as loaded. "
-        "All but the last, if left out.",
+        f"Ways to prepare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, and unprepared, which "
+        "is as loaded. All but unprepared, if left out.",
         metavar="PRECISION...",
     ),
 ]
@@ -99,16 +109,23 @@ _MemoryBudget = Annotated[
         "--memory-budget",
         "BYTES",
         num_bytes,
-        "The largest peak allowed while preparing, such as 512MiB.",
+        "The most that preparing may add to the loaded model, such as 512MiB. It is no budget of a step, which "
+        "--budget is.",
+        panel="Options without --step",
     ),
 ]
-_Step = Annotated[bool, flag("--step", "Predict a training step.")]
+_Step = Annotated[
+    bool,
+    flag("--step", "Say what a training step takes, with LoRA on every linear layer."),
+]
 _Trainer = Annotated[
     str | None,
     choice(
         "--trainer",
         TRAINERS,
-        "The step of TRL's trainer of this kind, or of transformers' own (trainer), with its defaults, with --step.",
+        "The step of TRL's trainer of this kind, or of transformers' own (trainer), with its defaults for batch, "
+        "length, loss, optimizer, autocast and checkpointing.",
+        panel=_WITH_STEP,
     ),
 ]
 _Seq = Annotated[
@@ -117,8 +134,9 @@ _Seq = Annotated[
         "--seq",
         "NUMBER",
         integer(1),
-        "Tokens in a sequence, with --step. If left out: the default of --trainer; without it 2048, or the model's own "
-        "longest if that is less.",
+        "Tokens in a sequence. If left out: the default of --trainer; without it 2048, or the model's own longest if "
+        "that is less.",
+        panel=_WITH_STEP,
     ),
 ]
 _Batch = Annotated[
@@ -127,7 +145,8 @@ _Batch = Annotated[
         "--batch",
         "NUMBER",
         integer(1),
-        "Sequences in a batch, with --step. If left out: the default of --trainer, or 1 without it.",
+        "Sequences in a batch. If left out: the default of --trainer, or 1 without it.",
+        panel=_WITH_STEP,
     ),
 ]
 _Accumulate = Annotated[
@@ -137,6 +156,7 @@ _Accumulate = Annotated[
         "NUMBER",
         integer(1),
         "Batches whose gradients are accumulated in a step, with --trainer.",
+        panel=_WITH_STEP,
     ),
 ]
 _Liger = Annotated[
@@ -144,6 +164,7 @@ _Liger = Annotated[
     flag(
         "--liger",
         "Train with Liger's kernels, with --trainer; not predicted yet, so refused.",
+        panel=_WITH_STEP,
     ),
 ]
 _Engine = Annotated[
@@ -151,12 +172,19 @@ _Engine = Annotated[
     choice(
         "--engine",
         ("ddp", "fsdp2"),
-        "The step on one of several devices, with --devices and --step.",
+        "The step on one of several devices, with --devices.",
+        panel=_WITH_STEP,
     ),
 ]
 _Devices = Annotated[
     int | None,
-    value("--devices", "NUMBER", integer(2), "The number of devices, with --engine."),
+    value(
+        "--devices",
+        "NUMBER",
+        integer(2),
+        "The number of devices, with --engine.",
+        panel=_WITH_STEP,
+    ),
 ]
 _Budget = Annotated[
     int | None,
@@ -164,7 +192,8 @@ _Budget = Annotated[
         "--budget",
         "BYTES",
         file_size,
-        "The most that a step's tensors may take, such as 8GiB, with --step.",
+        "The most that all tensors may take, the model's among them, such as 7GiB. The CUDA context comes on top.",
+        panel=_WITH_STEP,
     ),
 ]
 _DeviceMemory = Annotated[
@@ -173,7 +202,8 @@ _DeviceMemory = Annotated[
         "--device-memory",
         "BYTES",
         file_size,
-        "The memory of the device, such as 24GB, with --step: a budget without what a CUDA context takes.",
+        "In place of --budget: the memory of the GPU, such as 24GB, of which the CUDA context is taken off.",
+        panel=_WITH_STEP,
     ),
 ]
 _Rank = Annotated[
@@ -182,7 +212,8 @@ _Rank = Annotated[
         "--rank",
         "NUMBER",
         integer(1),
-        "LoRA's rank, on every linear layer, with --step; 16, if left out.",
+        "LoRA's rank; 16, if left out.",
+        panel=_WITH_STEP,
     ),
 ]
 _Optimizer = Annotated[
@@ -191,7 +222,8 @@ _Optimizer = Annotated[
         "--optimizer",
         "NAME",
         str,
-        "A name of TrainingArguments.optim, with --step; adamw_torch, if left out.",
+        "A name of TrainingArguments.optim; adamw_torch, if left out.",
+        panel=_WITH_STEP,
     ),
 ]
 _Autocast = Annotated[
@@ -199,7 +231,8 @@ _Autocast = Annotated[
     choice(
         "--autocast",
         HALF_DTYPES,
-        "The dtype of autocast in the forward pass, with --step.",
+        "The dtype of autocast in the forward pass.",
+        panel=_WITH_STEP,
     ),
 ]
 _Kernels = Annotated[
@@ -207,7 +240,8 @@ _Kernels = Annotated[
     choice(
         "--kernels",
         ("cuda", "cpu"),
-        "The device of the step, with --step; cuda, if left out.",
+        "The device of the step; cuda, if left out.",
+        panel=_WITH_STEP,
     ),
 ]
 _Plot = Annotated[
@@ -227,24 +261,24 @@ _Overwrite = Annotated[
 def command(
     context: typer.Context,
     model: _Model,
+    step: _Step = False,
     quant: _Quant = None,
     dtype: _Dtype = "bfloat16",
     precision: _Precision = None,
-    memory_budget: _MemoryBudget = None,
-    step: _Step = False,
+    budget: _Budget = None,
+    device_memory: _DeviceMemory = None,
     seq: _Seq = None,
     batch: _Batch = None,
     trainer: _Trainer = None,
     accumulate: _Accumulate = None,
     liger: _Liger = False,
-    engine: _Engine = None,
-    devices: _Devices = None,
-    budget: _Budget = None,
-    device_memory: _DeviceMemory = None,
     rank: _Rank = None,
     optimizer: _Optimizer = None,
     autocast: _Autocast = None,
     kernels: _Kernels = None,
+    engine: _Engine = None,
+    devices: _Devices = None,
+    memory_budget: _MemoryBudget = None,
     plot: _Plot = None,
     overwrite: _Overwrite = False,
     json_: Json = False,
@@ -255,7 +289,9 @@ def command(
         InputError: The model cannot be planned for.
     """
     if step and memory_budget is not None:
-        raise InputError("--memory-budget is for preparing; with --step give --budget")
+        raise InputError(
+            "--memory-budget is for what preparing adds; the budget of a whole step is --budget"
+        )
     if not step:
         _refuse_of_steps(
             precision or (),
@@ -288,9 +324,12 @@ def command(
         # With a budget all are planned, so that those that fit can be named.
         wanted = () if memory_budget is not None else (precision or ())
         with working(model, f"planning for {model}"):
-            plans = _plans(model, quant, dtype, wanted)
+            quantization = choose_quantization(model, quant, dtype)
+            plans = _plans(model, quantization.config, dtype, wanted)
         asked = {name: plans[name] for name in plans if name in (precision or plans)}
-        return _tell(Planned(model, dtype, memory_budget, plans, asked), plot, json_)
+        loaded_in = quantization.name if quantization.config is not None else None
+        planned = Planned(model, dtype, memory_budget, plans, asked, loaded_in)
+        return _tell(planned, plot, json_)
     from .step import StepRequest, limit_of, predict_steps
 
     request = StepRequest(
@@ -319,7 +358,12 @@ def _refuse_of_steps(precisions: Sequence[str], **of_steps: object) -> None:
     named = [option(name) for name, value in of_steps.items() if value is not None]
     named += [f"--precision {name}" for name in _OF_STEPS if name in precisions]
     if named:
-        raise InputError(f"{named[0]} applies to training steps only: add --step")
+        other = ""
+        if named[0] == "--budget":
+            other = ", or give --memory-budget for what preparing alone adds"
+        raise InputError(
+            f"{named[0]} applies to training steps only: add --step{other}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -331,13 +375,12 @@ Plans = dict[str, "Plan"]
 
 
 def _plans(
-    model: str, quant: str | None, dtype: str, precisions: Sequence[str]
+    model: str, quantization: Any, dtype: str, precisions: Sequence[str]
 ) -> Plans:
     """The plans by precision: those asked for, or all, and "full" for PEFT's row."""
     from .. import Plan
 
     plans: Plans = {}
-    quantization = choose_quantization(model, quant, dtype).config
     for precision in PRECISIONS:
         if precisions and precision not in (*precisions, Precision.FULL):
             continue
@@ -393,13 +436,24 @@ class Way:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plans for a model; some were made to be compared with, and were not asked for."""
+    """The plans for a model.
+
+    Attributes:
+        model: The model, as it was named.
+        dtype: The dtype of what is not quantized.
+        budget: The most that preparing may add at its peak, or ``None``.
+        plans: All that were made, some to be compared with.
+        asked: Those that were asked for.
+        quant: The quantization that was chosen for it; ``None`` for the model's own, or
+            for none.
+    """
 
     model: str
     dtype: str
     budget: int | None
     plans: Plans
     asked: Plans
+    quant: str | None = None
 
     @property
     def full(self) -> Plan:
@@ -453,19 +507,46 @@ class Planned:
 
     def parts(self) -> list[RenderableType]:
         """As texts and tables."""
-        quantization = self.full.quantization or "none"
-        loaded = _mib(self.loaded)
         peft = self.ways[0]
-        parts: list[RenderableType] = [
-            f"{self.model}: quantization {quantization}, {self.dtype}, {loaded} loaded. In MiB:"
-        ]
+        parts: list[RenderableType] = []
+        if self.budget is not None:
+            parts.append(hanging(self._verdict(self.budget), 2))
+        parts.append(hanging(self._answer(), 2))
         if peft.added or peft.peak or peft.cached:  # else none adds anything
             parts.append(_by_precision(self))
+            parts.append(explained([way.name for way in self.ways]))
         parts.append(_by_role(self))
-        notes = _notes(self)
-        if notes:
-            parts.append(Group(*notes))
+        parts.append(Group(*_notes(self)))
         return parts
+
+    def _verdict(self, budget: int) -> str:
+        """The sentence that says which precisions a budget is enough for."""
+        fitting = self.fitting
+        over = [name for name in self.asked if name not in fitting]
+        within = ", ".join(fitting) or "no precision"
+        said = f"{_mib(budget)} MiB: preparing fits with {within}."
+        if over:
+            said += f" It does not fit with {', '.join(over)}."
+        return said
+
+    def _answer(self) -> str:
+        """The sentence that says what each way to prepare adds."""
+        names: dict[int, list[str]] = {}
+        peft, *ours = self.ways
+        for way in ours:
+            names.setdefault(way.added, []).append(way.name)
+        names.setdefault(peft.added, []).append(_PEFTS)
+        added = []
+        for size in sorted(names):
+            much = f"{_mib(size)} MiB" if size else "nothing"
+            *others, last = names[size]
+            listed = f"{', '.join(others)} and {last}" if others else last
+            added.append(f"{much} with {listed}")
+        dtypes = self.dtype
+        if self.full.quantization:
+            dtypes = f"{self.quant or self.full.quantization} and {self.dtype}"
+        loaded = f"{_mib(self.loaded)} MiB of parameters in {dtypes}"
+        return f"Preparing {self.model} adds to {loaded}: {'; '.join(added)}."
 
     def draw(self, file: Path) -> None:
         """Draw the parameters when prepared, by role, with the peaks and the budget."""
@@ -508,14 +589,9 @@ def _by_precision(planned: Planned) -> Group:
     """The cost of each precision in all, with a bar of its peak on which the budget is marked."""
     budget = planned.budget
     ways = planned.ways
-    rows = [["precision", "added", "after", "peak", "freed to cache"]]
+    rows = [["in MiB", "added", "peak while preparing", "parameters then"]]
     for way in ways:
-        sizes = (
-            way.added,
-            planned.loaded + way.added,
-            way.peak,
-            way.cached,
-        )
+        sizes = (way.added, way.peak, planned.loaded + way.added)
         rows.append([way.name, *map(_mib, sizes)])
     title = "peak"
     if budget is not None:
@@ -533,8 +609,8 @@ def _by_role(planned: Planned) -> Group:
     for way in planned.ways:
         if any(way.by_role.values()):
             columns.setdefault(tuple(way.by_role.values()), []).append(way.name)
-    headers = [f"+{', '.join(names)}" for names in columns.values()]
-    rows = [["role", "parameters", "loaded", *headers]]
+    headers = [f"added by {', '.join(names)}" for names in columns.values()]
+    rows = [["parameters, in MiB", "tensors", "loaded", *headers]]
     bars = []
     for place, (role, row) in enumerate(by_role.items()):
         added = [_mib(sizes[place]) for sizes in columns]
@@ -543,28 +619,33 @@ def _by_role(planned: Planned) -> Group:
     count = sum(row["count"] for row in by_role.values())
     sums = [_mib(sum(sizes)) for sizes in columns]
     rows.append(["total", str(count), _mib(planned.loaded), *sums])
-    title = f"loaded +{PEFT}" if columns else "loaded"
+    title = f"loaded, added by {PEFT}" if columns else "loaded"
     return table(rows, right=True, bars=Bars(title, [*bars, []]))
 
 
 def _notes(planned: Planned) -> list[str]:
-    """The lines below the tables: precisions that add nothing, warnings, and those that fit a budget."""
+    """The lines below the tables: what is beside their figures, warnings, and where to go on."""
     notes = []
-    idle = [way.name for way in planned.ways if not any(way.by_role.values())]
-    if idle:
-        notes.append(f"Nothing is added by {', '.join(idle)}.")
     samples = max([plan.sample_bytes for plan in planned.asked.values()], default=0)
     if samples:
         notes.append(
-            f"Beside it, samples of the parameters take {_mib(samples)} while prepared."
+            f"While a model is prepared, samples of its parameters take {_mib(samples)} MiB more: by them kbitwrap "
+            "tells whether training changed a parameter."
         )
-    if planned.ways[0].cached:
-        notes.append(f"PEFT's function ({PEFT}): {_CACHED}.")
+    cached = planned.ways[0].cached
+    if cached:
+        notes.append(
+            f"PEFT's function frees {_mib(cached)} MiB, which stay in the allocator's cache until that is emptied; "
+            "its newer versions empty it at the end."
+        )
     notes = [hanging(note, 2) for note in notes]
     notes += warned({name: plan.warnings for name, plan in planned.asked.items()})
-    if not planned.fits:
-        within = ", ".join(planned.fitting) or "no precision"
-        notes.append(hanging(f"Within the memory budget: {within}", 2))
+    notes.append(
+        hanging(
+            "This is the cost of preparing alone; --step shows what a training step takes.",
+            2,
+        )
+    )
     return notes
 
 

@@ -27,11 +27,17 @@ from .usage import (
 )
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
-HELP = """Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's.
+HELP = """Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's; or say what its step will take.
 
-It is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the moment that PEFT
-is imported. Processes that the script starts are not affected. Options before SCRIPT are kbitwrap's, those after it the
+  kbitwrap run --plan --device-memory 24GB train.py --epochs 3
+  kbitwrap run --precision norms train.py --epochs 3
+
+The first says whether a step of the script fits a GPU of 24 GB, and trains nothing. The second trains, prepared by
+kbitwrap in place of PEFT: nothing in the script is edited. Options before SCRIPT are kbitwrap's, those after it the
 script's.
+
+The script is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the moment
+that PEFT is imported. Processes that the script starts are not affected.
 
 With --plan it runs until a trainer of transformers or TRL would train, prints what a step will take and whether that
 fits, and stops. Nothing is trained, and models have no weights unless --load is given. A script that computes with its
@@ -52,7 +58,8 @@ _Budget = Annotated[
         "--budget",
         "BYTES",
         file_size,
-        "The most that a step's tensors may take, such as 8GiB, with --plan.",
+        "The most that all tensors may take, the model's among them, such as 7GiB, with --plan. The CUDA context comes "
+        "on top.",
     ),
 ]
 _DeviceMemory = Annotated[
@@ -61,7 +68,8 @@ _DeviceMemory = Annotated[
         "--device-memory",
         "BYTES",
         file_size,
-        "The memory of the device, such as 24GB, with --plan; that of the device here, if left out.",
+        "In place of --budget: the memory of the GPU, such as 24GB, with --plan; that of the GPU here, if neither is "
+        "given.",
     ),
 ]
 _Load = Annotated[

@@ -9,24 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from .. import StepPredictor
+from .. import Precision, StepPredictor
 from .console import Result, hanging, warned
 from .hub import choose_quantization, refusing, working
 from .plot import draw_steps
 from .tables import Rows, add_column, figure, table
 from .trainers import adapters, arguments, called
+from .usage import DEFAULT_QUANT, PRECISIONS
+from .ways import explained
 
 if TYPE_CHECKING:
     from .. import StepMemory
 
 _DEFAULT_SEQ_LEN = 2048
+_LARGER_QUANTS = ("int8", "none")
 _GIB = 2**30
+_MIB = 2**20
 _CONTEXT_BYTES = (287_047_680, 666_632_192)
-_BESIDE = (
-    "Tensors alone are counted, and a budget is compared with them: the CUDA context, fragmentation and other programs "
-    "on the device come on top."
+_ON_TOP = (
+    "Tensors alone are counted. The CUDA context comes on top, {least} to {most} GiB, measured with kernels loaded as "
+    "they are used and with all of them (pytorch#86509), and so do fragmentation and other programs on the device."
 )
-_CONTEXT = (
+_TAKEN_OFF = (
     "The CUDA context takes {least} to {most} GiB, measured with kernels loaded as they are used and with all of "
     "them (pytorch#86509): the most is taken off. Fragmentation and other programs on the device come on top."
 )
@@ -159,11 +163,29 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step of one precision, and with a budget the longest sequence and the largest batch that fit it."""
+    """The step of one precision, and with a budget what fits it.
+
+    Attributes:
+        step: The step.
+        longest: The tokens of the longest sequence that fits.
+        largest: The sequences of the largest batch that fits.
+        at_limits: The steps of these two.
+    """
 
     step: StepMemory
     longest: int | None = None
     largest: int | None = None
+    at_limits: tuple[StepMemory, ...] = ()
+
+    @property
+    def most_unknown_bytes(self) -> int:
+        """The most bytes beside the step, or one that is as large as fits, that are not known before."""
+        return max(one.unknown_bytes[1] for one in (self.step, *self.at_limits))
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether that is a bound: outliers of 8-bit layers have none."""
+        return all(part.is_bounded for part in self.step.unknown)
 
     def fits(self, budget: int | None) -> bool:
         """Whether the step fits a budget.
@@ -231,35 +253,81 @@ class Predicted:
         found = self.found
         fitting = [name for name, one in found.items() if one.fits(limit.budget)]
         if not fitting:
-            return f"{limit}: {self._shortfall(limit.budget)}"
+            return f"{limit}: does not fit. {self._shortfall(limit)}"
         others = [name for name in found if name not in fitting]
-        best = max(fitting, key=lambda name: found[name].longest or 0)
-        step = found[best].step
-        longest = _sequences(step.batch_size, found[best].longest or 0)
-        most = f"batch {found[best].largest:,} of {step.seq_len:,} tokens, or {longest}"
+        best = max(fitting, key=self._merit)
+        said = f"{limit}: fits"
         if len(found) == 1:
-            return f"{limit}: fits, {most}."
-        said = f"{limit}: fits with {', '.join(fitting)}; with {best} {most}."
+            said += ", "
+        else:
+            said += f" with {', '.join(fitting)}; with {best} "
+        said += f"at most {self._most(best)}.{self._beside(limit, best)}"
         if others:
             said += f" It does not fit with {', '.join(others)}."
         return said
 
-    def _shortfall(self, budget: int) -> str:
-        """The precisions that do not fit a budget, and those that do."""
+    def _merit(self, name: str) -> tuple[int, int, bool]:
+        """What the best of several precisions has most of; of equals, it is the default."""
+        one = self.found[name]
+        return one.longest or 0, one.largest or 0, name == Precision.NORMS
+
+    def _most(self, name: str) -> str:
+        """The largest batch and the longest sequence that fit with a precision, in words."""
+        one = self.found[name]
+        fitting = []
+        if one.largest:
+            fitting.append(f"batch {one.largest:,} of {one.step.seq_len:,} tokens")
+        if one.longest:
+            fitting.append(_sequences(one.step.batch_size, one.longest))
+        return ", or ".join(fitting)
+
+    def _shortfall(self, limit: Limit) -> str:
+        """What the precision takes that takes least, and what fits a limit with it."""
         steps = self.steps
         name = min(steps, key=lambda other: steps[other].needed_bytes)
         step = steps[name]
         loading = step.loading_bytes
-        if loading is not None and loading > budget:
+        said = f"A step of {self.batch} takes {gib(step.peak_bytes)} GiB with {name}"
+        if len(steps) > 1:
+            said += ", the least of these"
+        if loading is not None and loading > limit.budget:
+            said = f"Loading the model alone takes {gib(loading)} GiB. {said}."
+            if self.quantization in _LARGER_QUANTS:
+                said += f" In 4 bits it takes less: --quant {DEFAULT_QUANT}."
+            return said
+        most = self._most(name)
+        if most:
+            said += f"; {most} would fit.{self._beside(limit, name)}"
+        else:
+            said += "; no sequence is short enough."
+        if not steps.keys() >= {*PRECISIONS}:
+            said += " Without --precision all precisions are tried."
+        return said
+
+    def _beside(self, limit: Limit, name: str) -> str:
+        """What a device holds beside a limit that is filled, or what such a limit leaves no room for.
+
+        Args:
+            limit: The limit.
+            name: The precision.
+        """
+        one = self.found[name]
+        most = one.most_unknown_bytes
+        if not most:  # on a CPU all is known
+            return ""
+        amount = (
+            f"up to {gib(most)} GiB" if one.is_bounded else f"{gib(most)} GiB or more"
+        )
+        unknown = f"{amount} that no prediction knows"
+        if limit.device_memory is None:
+            low, high = map(gib, _CONTEXT_BYTES)
             return (
-                f"does not fit, loading the model takes {figure(loading, _GIB)} GiB before any "
-                f"step; a step of {self.batch} takes {figure(step.peak_bytes, _GIB)} with {name}."
+                f" Beside the {limit} the device has to hold {unknown}, "
+                f"and {low} to {high} GiB of CUDA context."
             )
-        said = f"does not fit, {self.batch} take {figure(step.peak_bytes, _GIB)} GiB with {name}"
-        longest = self.found[name].longest
-        if longest:
-            said += f"; {_sequences(step.batch_size, longest)} would"
-        return f"{said}."
+        said = f" That leaves no room for {unknown}"
+        rest = (limit.budget - most) // _MIB
+        return f"{said}; --budget {rest}MiB does." if rest > 0 else f"{said}."
 
     def draw(self, file: Path) -> None:
         """Draw the steps at their peaks."""
@@ -291,6 +359,7 @@ class Predicted:
         ]
         if same:
             parts.append(f"For each: {', '.join(same)}.")
+        parts.append(explained(steps))
         parts.append(table(_by_kind(steps), right=True))
         loading = steps[next(iter(steps))].loading_bytes
         if loading is not None:
@@ -367,7 +436,9 @@ def _predict(
     longest = predict.longest_sequence(request.budget, step.batch_size)
     say("the largest batch")
     largest = predict.largest_batch(request.budget, step.seq_len)
-    return Prediction(step, longest, largest)
+    sizes = {(step.batch_size, longest), (largest, step.seq_len)}
+    at_limits = [predict(*size) for size in sizes if all(size)]
+    return Prediction(step, longest, largest, tuple(at_limits))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -444,11 +515,13 @@ def _beside(steps: Sequence[StepMemory], limit: Limit | None) -> Group:
         f"Add to each peak {sign}{figure(abs(least), _GIB)} to {figure(most, _GIB)} GiB, "
         f"which no prediction knows ({'; '.join(parts)})."
     )
-    on_top = _BESIDE
-    if limit is not None and limit.device_memory is not None:
-        low, high = (figure(size, _GIB) for size in _CONTEXT_BYTES)
-        on_top = _CONTEXT.format(least=low, most=high)
-    return Group(hanging(unknown, 2), hanging(on_top, 2))
+    is_taken_off = limit is not None and limit.device_memory is not None
+    on_top = _TAKEN_OFF if is_taken_off else _ON_TOP
+    low, high = map(gib, _CONTEXT_BYTES)
+    return Group(
+        hanging(unknown, 2),
+        hanging(on_top.format(least=low, most=high), 2),
+    )
 
 
 def gib(num_bytes: int) -> str:

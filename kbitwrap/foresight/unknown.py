@@ -31,11 +31,13 @@ class Unknown:
         what: What it is.
         least_bytes: The least that it adds; less than 0 where it may spare memory.
         most_bytes: The most.
+        is_bounded: Whether that is a bound.
     """
 
     what: str
     least_bytes: int
     most_bytes: int
+    is_bounded: bool = True
 
     def __str__(self) -> str:
         return f"{format_bytes(self.least_bytes)} to {format_bytes(self.most_bytes)}: {self.what}"
@@ -89,6 +91,7 @@ def unknowns(
                 "columns of outliers in 8-bit layers: none are assumed, and no bound is known",
                 0,
                 0,
+                is_bounded=False,
             )
         )
     return tuple(found)

@@ -101,7 +101,9 @@ def test_no_line_of_a_command_is_longer_than_columns(
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
-@pytest.mark.parametrize("command", [[], ["demo"], ["plan"], ["merge"], ["convert"], ["bench"], ["run"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in ("demo", "plan", "inspect", "merge", "convert", "bench", "run"))], ids=" ".join
+)
 def test_no_line_of_help_is_longer_than_columns(
     command: list[str], columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +112,17 @@ def test_no_line_of_help_is_longer_than_columns(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= columns
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["inspect"], ["run"]], ids=" ".join)
+def test_help_begins_with_examples_of_a_line_each(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command, "--help"]) == 0
+    _, _, examples, *_ = capsys.readouterr().out.split("\n\n")
+    program = "  " + " ".join(["kbitwrap", *command])
+    assert all(line.startswith(program) for line in examples.splitlines())
 
 
 def test_a_command_to_copy_is_one_for_a_shell(

@@ -58,16 +58,23 @@ def test_a_plan_is_told_with_totals_and_bars(
     assert main(["plan", model, "--memory-budget", "40KiB"]) == 1
     out = capsys.readouterr().out
     assert max(map(cell_len, out.splitlines())) <= 80
-    rows = rows_of(out)
-    assert " ".join(rows["precision"]) == "precision added after peak freed to cache fits peak, budget 0.039"
+    said = "0.039 MiB: preparing fits with compute, norms, adapted, none. It does not fit with full."
+    verdict, _, costs, *_ = out.split("\n\n")
+    assert " ".join(verdict.split()) == said
+    rows = rows_of(costs)
+    assert " ".join(rows["in MiB"]) == "in MiB added peak while preparing parameters then fits peak, budget 0.039"
     mib = {name: f"{size / 2**20:.3f}" for name, size in result["peft"].items()}
-    after = f"{(result['loaded_bytes'] + result['peft']['added_bytes']) / 2**20:.3f}"
-    assert rows["peft"][1:6] == [mib["added_bytes"], after, mib["peak_bytes"], mib["cache_bytes"], "no"]
-    assert rows["norms"][1:6] == ["0", f"{result['loaded_bytes'] / 2**20:.3f}", "0", "0", "yes"]
+    loaded = result["loaded_bytes"]
+    after = f"{(loaded + result['peft']['added_bytes']) / 2**20:.3f}"
+    assert rows["peft"][1:5] == [mib["added_bytes"], mib["peak_bytes"], after, "no"]
+    assert rows["norms"][1:5] == ["0", "0", f"{loaded / 2**20:.3f}", "yes"]
     assert "│" in out.split("\npeft")[1].splitlines()[0]
-    assert "+peft, full" in out
-    assert "+norms" not in out
-    assert "Nothing is added by norms, adapted, none." in out
+    words = " ".join(out.split())
+    assert "MiB of parameters in nf4 and bfloat16: nothing with norms, adapted and none; " in words
+    assert f"{mib['added_bytes']} MiB with full and PEFT's prepare_model_for_kbit_training." in words
+    assert f"PEFT's function frees {mib['cache_bytes']} MiB, which stay in the allocator's cache" in words
+    assert "added by peft, full" in words
+    assert "added by norms" not in words
 
 
 def test_where_nothing_is_added_that_is_said_once(
@@ -79,9 +86,9 @@ def test_where_nothing_is_added_that_is_said_once(
     capsys.readouterr()
     assert main(["plan", str(zoo.checkpoint("llama"))]) == 0
     out = capsys.readouterr().out
-    assert "Nothing is added by peft, full, norms.\n" in out
-    assert not [line for line in out.splitlines() if line.startswith(("precision", "peft", "full", "norms"))]
-    assert "+" not in out
+    assert "nothing with full, norms and PEFT's prepare_model_for_kbit_training.\n" in out
+    assert not [line for line in out.splitlines() if line.startswith(("in MiB", "peft", "full", "norms"))]
+    assert "added by" not in out
 
 
 def test_a_bar_is_as_long_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,14 +156,28 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert main(["plan", model, *arguments]) == 0
     out = capsys.readouterr().out
     assert "longest sequence 64, largest batch" not in out.splitlines()[2]
-    assert out.startswith("8 GiB: fits with norms, none; with norms batch 3 of 8 tokens, or one sequence of 64.\n")
+    said = "8 GiB: fits with norms, none; with none at most batch 4 of 8 tokens, or one sequence of 64. "
+    assert " ".join(out.split()).startswith(said)
     assert "For each: fits yes, longest sequence 64." in out
     out = " ".join(out.split())
     assert "largest batch at 8" in out
     assert "Add to each peak " in out
     assert " GiB, which no prediction knows (" in out
     assert "workspaces of cuBLAS" in out
-    assert "the CUDA context, fragmentation and other programs on the device come on top" in out
+    assert "The CUDA context comes on top, 0.267 to 0.621 GiB" in out
+    assert "and so do fragmentation and other programs on the device" in out
+
+
+def test_of_equal_precisions_the_first_sentence_takes_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
+    one = step.Prediction(predict(request_of(model), "none").step, longest=64, largest=4)
+    monkeypatch.setattr(step, "_predict", lambda *_: one)
+    assert main(["plan", model, "--step", "--budget", "8GiB", "--precision", "peft", "none", "norms"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "8 GiB: fits with peft, none, norms; with norms at most batch 4 of 8 tokens"
+    )
 
 
 def test_the_first_sentence_says_what_does_not_fit(
@@ -167,12 +188,18 @@ def test_the_first_sentence_says_what_does_not_fit(
     arguments = ["plan", model, "--step", "--seq", "8", "--precision", "none", "norms"]
     assert main([*arguments, "--budget", "1KiB"]) == 1
     # no number above zero is shown as zero
-    said = "0.001 GiB: does not fit, loading the model takes 0.001 GiB before any step; a step of 1 x 8 tokens takes "
-    assert capsys.readouterr().out.startswith(said)
+    takes = "A step of 1 x 8 tokens takes 0.001 GiB with none, the least of these"
+    said = f"0.001 GiB: does not fit. Loading the model alone takes 0.001 GiB. {takes}."
+    assert " ".join(capsys.readouterr().out.split()).startswith(f"{said} {model}: ")
+    assert main([*arguments, "--budget", "1KiB", "--quant", "int8"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert words.startswith(f"{said} In 4 bits it takes less: --quant nf4. {model}: ")
     loaded = predict(request_of(model), "none").step.loading_bytes
     assert main([*arguments, "--budget", f"{loaded}B"]) == 1
-    said = "0.001 GiB: does not fit, 1 x 8 tokens take 0.001 GiB with none; one sequence of 64 would.\n"
-    assert capsys.readouterr().out.startswith(said)
+    out = " ".join(capsys.readouterr().out.split())
+    said = f"0.001 GiB: does not fit. {takes}; batch 4 of 8 tokens, or one sequence of 64 would fit. "
+    assert out.startswith(f"{said}Beside the 0.001 GiB ")
+    assert "Without --precision all precisions are tried." in out
 
 
 def test_of_a_devices_memory_the_context_is_taken_off(
@@ -186,10 +213,46 @@ def test_of_a_devices_memory_the_context_is_taken_off(
     assert main(["plan", *arguments]) == 0
     out = " ".join(capsys.readouterr().out.split())
     said = (
-        "22.352 GiB of device memory, 21.731 beside the CUDA context: fits, batch 3 of 8 tokens, or one sequence of 64."
+        "22.352 GiB of device memory, 21.731 beside the CUDA context: fits, at most batch 3 of 8 tokens, "
+        "or one sequence of 64. That leaves no room for up to "
     )
     assert out.startswith(said)
+    unknown = found["steps"]["norms"]["unknown_bytes"][1]
+    assert f" GiB that no prediction knows; --budget {(found['budget_bytes'] - unknown) // 2**20}MiB does." in out
     assert "The CUDA context takes 0.267 to 0.621 GiB" in out
+
+
+def test_what_stands_beside_a_budget_is_that_of_the_longest_sequence_and_the_largest_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = LLAMA | {"num_hidden_layers": 1, "vocab_size": 4096, "max_position_embeddings": 512}
+    model = saved(tmp_path, config)
+    asked = ["--step", "--seq", "8", "--precision", "none"]
+    found = run_json(capsys, model, *asked, "--budget", "128MiB")["steps"]["none"]
+    sizes = [(1, found["longest_sequence"]), (found["largest_batch"], 8)]
+    nf4 = quantization_config("nf4", "bfloat16")
+    predict_at = StepPredictor(model, precision="none", quantization_config=nf4, dtype="bfloat16")
+    most = max(predict_at(*size).unknown_bytes[1] for size in sizes)
+    assert most > found["unknown_bytes"][1]
+    assert main(["plan", model, *asked, "--budget", "128MiB"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Beside the 0.125 GiB the device has to hold up to {step.gib(most)} GiB that no prediction knows" in out
+
+
+def test_of_8_bit_layers_no_bound_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
+    options = ["--step", "--seq", "8", "--precision", "none", "--quant", "int8", "--budget", "1MiB"]
+    assert main(["plan", model, *options]) == 0
+    assert " GiB or more that no prediction knows" in " ".join(capsys.readouterr().out.split())
+
+
+def test_on_a_cpu_nothing_stands_beside_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
+    options = ["--step", "--seq", "8", "--precision", "none", "--kernels", "cpu", "--budget", "4MiB"]
+    assert main(["plan", model, *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("0.004 GiB: fits, at most batch ")
+    assert "no prediction knows" not in out
 
 
 def request_of(model: str) -> step.StepRequest:

@@ -45,7 +45,8 @@ WRONG = {
     "plan m --plot plot.txt": "--plot: expected a name that ends in .svg or .png or .pdf, found 'plot.txt'",
     "plan m --plot typed.svg": "--plot: 'typed.svg' exists; choose another name, or add --overwrite",
     "plan m --seq 8": "--seq applies to training steps only: add --step",
-    "plan m --budget 8GiB": "--budget applies to training steps only: add --step",
+    "plan m --budget 8GiB": "--budget applies to training steps only: add --step, or give --memory-budget for what ",
+    "plan m --step --memory-budget 8GiB": "for what preparing adds; the budget of a whole step is --budget",
     "plan m --kernels cpu": "--kernels applies to training steps only: add --step",
     "plan m --precision peft": "--precision peft applies to training steps only: add --step",
     "plan m --step --plot no/such/plot.svg": "--plot: cannot write 'no/such/plot.svg': the folder",
@@ -136,6 +137,33 @@ def test_help_and_usage_errors_are_one_line_and_do_not_wait_for_torch(tmp_path: 
     assert answers[0][3] < 0.5
     assert max(after[3] - before[3] for before, after in itertools.pairwise(answers)) < 0.25
     assert {path.name for path in tmp_path.iterdir()} == {"typed.txt", "typed.svg"}
+
+
+def test_what_is_no_model_is_named_with_what_to_give_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mistral", "lora", "nameless", "weights"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mistral" / "config.json").write_text("{}")
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    (tmp_path / "nameless" / "adapter_config.json").write_text("[]")
+    (tmp_path / "weights" / "model-q4.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    gguf = "is a GGUF, which has no config.json: give the model that it was made from"
+    for typed, said in (
+        ("./mistrall", "there is no model at './mistrall'; did you mean 'mistral'?"),
+        ("mistrall", "and HF_HUB_OFFLINE is set; did you mean 'mistral'?"),
+        ("lora", "'lora' is an adapter: give the model that it was trained on, 'org/base'"),
+        ("lora/adapter_config.json", "is an adapter: give the model that it was trained on, 'org/base'"),
+        ("nameless", "'nameless' is an adapter: give the model that it was trained on"),
+        ("weights", f"'weights' {gguf}"),
+        ("weights/model-q4.gguf", f"'weights/model-q4.gguf' {gguf}"),
+    ):
+        assert main(["plan", typed]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.endswith(f"{said}\n")
 
 
 def test_values_may_follow_one_another_and_an_argument_may_follow_them(capsys: pytest.CaptureFixture[str]) -> None:

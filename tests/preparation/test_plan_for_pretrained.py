@@ -393,9 +393,16 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(model, "--precision", "full", "norms") == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[0] == f"{model}: quantization bitsandbytes_4bit, bfloat16, 0.067 loaded. In MiB:"
-    assert [line.split()[0] for line in lines if line.startswith(("full", "norms", "compute"))] == ["full", "norms"]
-    assert any(line.split()[:2] == ["role", "parameters"] for line in lines)
+    added = Plan.for_pretrained(model, NF4, "bfloat16", precision="full").added_bytes / 2**20
+    assert lines[0] == (
+        f"Preparing {model} adds to 0.067 MiB of parameters in nf4 and bfloat16: nothing with norms; "
+        f"{added:.3f} MiB with full and PEFT's prepare_model_for_kbit_training."
+    )
+    explained = ["full computes and stores what PEFT's function does", "norms the default: norms compute in float32, "]
+    rows = [" ".join(line.split()) for line in lines if line.startswith(("full", "norms", "compute"))]
+    assert [row.split()[0] for row in rows] == ["full", "norms"] * 2
+    assert all(row.startswith(text) for row, text in zip(rows[2:], explained, strict=True))
+    assert any(line.startswith("parameters, in MiB  tensors  loaded") for line in lines)
     assert any(line.startswith("input embeddings") for line in lines)
     assert any(line.startswith("warning (full): ") for line in lines)
     assert captured.err == ""
@@ -411,7 +418,8 @@ def test_the_budget_decides(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["fitting"] == ["compute", "norms", "adapted", "none"]
     assert run_json(capsys, "--precision", "norms", "none", "--memory-budget", "0")[0] == 0
     assert exit_status(str(zoo.checkpoint("llama")), "--memory-budget", "1KiB") == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Within the memory budget: ")
+    said = "0.001 MiB: preparing fits with compute, norms, adapted, none. It does not fit with full."
+    assert capsys.readouterr().out.splitlines()[0] == said
 
 
 @pytest.mark.parametrize(
