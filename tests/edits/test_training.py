@@ -5,6 +5,7 @@ Every test runs twice, with layers that repack and with layers that do not: what
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,11 @@ import peft
 import pytest
 import torch
 import transformers
+from bitsandbytes import functional
 from torch import nn
 
 import kbitwrap
-from kbitwrap import KbitPreparedModel
+from kbitwrap import ExportError, KbitPreparedModel, ManifestError, UnsupportedModelError
 from kbitwrap.cli import main
 from support import zoo
 from support.demos import save_llama
@@ -221,6 +223,35 @@ def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_pa
     assert all(read(tmp_path / folder) == expected for folder in ("new", "prepared", "suspended"))
     file = "model.safetensors"
     assert (tmp_path / "merged new" / file).read_bytes() == (tmp_path / "merged" / file).read_bytes()
+
+
+def down_projection(model: nn.Module) -> torch.Tensor:
+    """The weight of a layer, computed by bitsandbytes; a row of it has several scales."""
+    weight = model.model.layers[0].mlp.down_proj.weight
+    return functional.dequantize_4bit(weight, weight.quant_state)
+
+
+@pytest.mark.parametrize("repacks", ["repacking"], indirect=True)
+def test_a_base_whose_scales_bitsandbytes_left_in_the_other_order_is_refused(repacks: None, tmp_path: Path) -> None:
+    model = zoo.load("llama", "nf4")
+    right = down_projection(model)
+    manifest = KbitPreparedModel(zoo.load("llama", "nf4")).prepare().manifest()
+    new = KbitPreparedModel(model)
+    evaluate(model)
+    model.save_pretrained(tmp_path / "saved")  # where it lays back the weights, and not their scales
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map={"": "cpu"})
+    calls: list[tuple[Callable[[], object], type[Exception]]] = [
+        (new.prepare, UnsupportedModelError),
+        (lambda: new.export(tmp_path / "export"), ExportError),
+        (lambda: new.export(tmp_path / "merged", merge_adapters=True), ExportError),
+    ]
+    for one in (model, loaded):
+        assert not torch.allclose(down_projection(one), right, rtol=0.01)
+        calls.append((functools.partial(KbitPreparedModel, one), UnsupportedModelError))
+        calls.append((functools.partial(manifest.check, one), ManifestError))
+    for call, error in calls:
+        with pytest.raises(error, match="q_proj: the scales lie in the order"):
+            call()
 
 
 @pytest.mark.parametrize("quant", QUANTS)
