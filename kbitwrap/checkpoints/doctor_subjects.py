@@ -440,9 +440,8 @@ def _saved_transposed(tensors: Mapping[str, StoredTensor]) -> list[str]:
     """The 4-bit weights whose scales have two dimensions, as those of repacked weights."""
     found = []
     for name, stored in tensors.items():
-        fqn, is_scales, _ = canonical_fqn(name).partition(".absmax")
-        if is_scales and len(stored.shape) > 1:
-            found.append(fqn)
+        if name.endswith(".absmax") and len(stored.shape) > 1:
+            found.append(canonical_fqn(name).removesuffix(".absmax"))
 
     return found
 
