@@ -37,6 +37,7 @@ NEEDS = {
     "Needs minutes": 8,
     "Needs hours": 1,
     "Needs several processes": 2,
+    "Needs a CPU with AVX512-BF16": 1,
     "Needs TRL": 5,
 }
 NOT_CODE = {"bibtex", "json", "text"}

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -29,7 +30,7 @@ from kbitwrap import (
     check_sharding,
 )
 from kbitwrap.integrations import KbitTrainerCallback
-from support import forks, zoo
+from support import forks, settings, zoo
 from support.engines import ENGINES, copy_adapters, flags, fsdp1, whole
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
@@ -56,6 +57,14 @@ def adapt(model: transformers.PreTrainedModel) -> peft.PeftModel:
     """A LoRA in the model's dtype, the same at each call."""
     torch.manual_seed(0)
     return peft.get_peft_model(model, zoo.lora_config("llama"), autocast_adapter_dtype=False)
+
+
+def repacking(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """A model whose 4-bit layers ask to be repacked in eval mode, as on CPUs with AVX512-BF16."""
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = True
+    return model
 
 
 def agree(rank: int) -> None:
@@ -123,7 +132,7 @@ def lives_on(
 
 def live_on(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    models = [(precision, load(engine), load(engine)) for precision in STORES_NOTHING]
+    models = [(precision, repacking(load(engine)), load(engine)) for precision in STORES_NOTHING]
     expected = saved(models[0][1], folder / f"saved-{rank}")
     with join():
         for precision, model, plain in models:
@@ -133,6 +142,59 @@ def live_on(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
 @pytest.mark.parametrize("engine", few(ENGINES, ["fsdp1"]))
 def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(engine: str, tmp_path: Path) -> None:
     forks.run_ranks(live_on, engine, tmp_path)
+
+
+def lives_on_unpacked(
+    engine: str, model: nn.Module, plain: nn.Module, folder: Path, expected: dict[str, bytes]
+) -> None:
+    """A base that was repacked before it was prepared, and whose body fails while it is suspended."""
+    plain = adapt(plain).eval()
+    before, batch = flags(model), zoo.inputs("llama", model)
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    peft_model = adapt(model)
+    manifest = prepared.manifest()
+    live = ENGINES[engine](peft_model)
+    for seed in range(2):
+        step("llama", live, seed=seed)
+        copy_adapters(live, plain)
+        with pytest.raises(ZeroDivisionError), prepared.suspended():
+            fail_after_evaluating(live, plain, batch)
+        assert not prepared.verify()
+    prepared.export(folder / "export", max_shard_size=SHARD)
+    assert read(folder / "export") == expected
+    assert without_time(prepared.manifest()) == without_time(manifest)
+    prepared.restore()
+    assert all(flags(model)[place] == flag for place, flag in before.items())
+    evaluate_alike(live, plain, batch)
+
+
+def evaluate_alike(live: nn.Module, plain: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """The second time, what the first forward repacked would have been gathered again."""
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(live.eval()(**batch).logits, plain(**batch).logits)
+
+
+def fail_after_evaluating(live: nn.Module, plain: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    evaluate_alike(live, plain, batch)
+    raise ZeroDivisionError
+
+
+def live_on_unpacked(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
+    plain = load(engine)
+    expected = saved(plain, folder / f"saved-{rank}")
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        settings.repack(patch)
+        model = load(engine)
+        model(**zoo.inputs("llama", model))
+    assert model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu
+    with join():
+        lives_on_unpacked(engine, model, plain, folder, expected)
+
+
+@pytest.mark.parametrize("engine", few(ENGINES, ["fsdp2"]))
+def test_what_a_cpu_repacked_is_unpacked_while_sharded(engine: str, tmp_path: Path) -> None:
+    forks.run_ranks(live_on_unpacked, engine, tmp_path)
 
 
 def keeps_its_dtypes(

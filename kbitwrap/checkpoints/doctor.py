@@ -48,6 +48,7 @@ _OF_A_SAVED_ADAPTER: Checks = {
     **_OF_AN_ADAPTER,
 }
 _OF_A_BASE: Checks = {
+    "scales": doctor_base.scales,
     "dtypes": doctor_base.dtypes,
     "generation config": doctor_base.generation_config,
     "ties": doctor_base.ties,

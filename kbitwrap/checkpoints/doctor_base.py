@@ -123,6 +123,22 @@ def drift(live: LiveModel) -> Result | None:
 # ----------------------------------------------------------------------------------------------------
 
 
+def scales(base: Base) -> Result | None:
+    """Whether the scales of 4-bit weights lie in the order of the weights."""
+    if not base.sources:
+        return None
+
+    if base.transposed:
+        return fault(
+            "scales lie in another order than their 4-bit weights",
+            f"{shown(base.transposed)}: two dimensions, as bitsandbytes saves them after a forward in eval mode on a "
+            "CPU with AVX512-BF16; what is computed from them is wrong",
+            "load the base again, and save it before it runs in eval mode there, or by export",
+        )
+
+    return fine("those of 4-bit weights lie in the order of the weights")
+
+
 def dtypes(base: Base) -> Result | None:
     """Whether a preparation left float32 where the architecture loads half."""
     if base.left is None:

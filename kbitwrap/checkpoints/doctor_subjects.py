@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..manifest.manifest import Manifest
-from ..model.bitsandbytes_layers import quant_state_of
+from ..model.bitsandbytes_layers import has_transposed_scales, quant_state_of
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import meta_model
 from ..model.quantization import Quantization, is_quantized_parameter
@@ -129,6 +129,7 @@ class Base:
         ties: The names that the config ties, by group.
         dtype: The dtype that its config names.
         sources: The dtype from which each 4-bit weight was quantized, by fqn.
+        transposed: The 4-bit weights whose scales lie in the order of another layout.
         left: Float32 that a preparation left; ``None`` where that cannot be told.
         use_cache: The configs' ``use_cache``, by config; empty while it is prepared.
         is_all_float32: Whether nothing says that the original was half.
@@ -139,6 +140,7 @@ class Base:
     ties: Sequence[Sequence[str]]
     dtype: torch.dtype | None
     sources: _Sources
+    transposed: Sequence[str]
     left: Sequence[str] | None
     use_cache: Mapping[str, Any]
     is_all_float32: bool = False
@@ -427,10 +429,21 @@ def _saved_base(path: Path) -> Base:
         checkpoint.ties(meta),
         checkpoint.dtype,
         sources,
+        _saved_transposed(checkpoint.tensors),
         left,
         use_cache,
         report.half_dtype is None and report.dtypes.keys() == {"float32"},
     )
+
+
+def _saved_transposed(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """The 4-bit weights whose scales have two dimensions, as those of repacked weights."""
+    found = []
+    for name, stored in tensors.items():
+        if name.endswith(".absmax") and len(stored.shape) > 1:
+            found.append(canonical_fqn(name).removesuffix(".absmax"))
+
+    return found
 
 
 def _saved_sources(tensors: Mapping[str, StoredTensor]) -> _Sources:
@@ -485,6 +498,7 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
 
     plain: dict[str, torch.Tensor] = {}
     sources: _Sources = {}
+    transposed = []
     for tensor in tree.base_tensors:
         if not is_quantized_parameter(tensor.parameter):
             plain[tensor.fqn] = tensor.parameter
@@ -493,6 +507,8 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
         if state is not None:
             # of a prepared one, the original dtype
             sources[tensor.fqn] = vars(state).get("original_dtype", state.dtype)
+        if not is_prepared and has_transposed_scales(tensor.module):
+            transposed.append(tensor.fqn)
 
     left = None
     if meta is not None and not is_prepared:
@@ -505,7 +521,8 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
             use_cache[name] = getattr(found, "use_cache", None)
 
     dtype = getattr(config, "dtype", None)
-    return Base(plain, meta, tied_names(meta), dtype, sources, left, use_cache)
+    ties = tied_names(meta)
+    return Base(plain, meta, ties, dtype, sources, transposed, left, use_cache)
 
 
 def _left_in_float32(plain: Tensors, meta: nn.Module) -> list[str]:

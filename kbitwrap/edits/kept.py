@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.bitsandbytes_layers import REPACKS
 from ..model.quantization import KERNEL, transposed_codes
 from ..model.tree import ModelTree, Node, join
 from .base import Fields, write_attribute
@@ -23,8 +24,9 @@ from .journal import MISSING
 _COMPARED = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size}
 _PLAIN = _COMPARED | {torch.Tensor, tuple}
 _CACHES = (list, dict)
-# what every module has, its train mode among them
-_OWN = frozenset(vars(nn.Module()))
+# What every module has, its train mode among them, and what says whether a layer
+# repacks its weight, which depends on whether that is sharded.
+_OWN = frozenset(vars(nn.Module())) | {REPACKS}
 # stands for a value that is not plain: whatever is there in the end stays
 _OTHER = object()
 

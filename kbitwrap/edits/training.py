@@ -26,6 +26,7 @@ from ..model.bitsandbytes_layers import (
 from ..model.quantization import KERNEL, has_runtime_state
 from ..model.records import MARK, MemoryRef, ParameterRecord
 from ..model.tree import ModelTree, Node, only_reading
+from ..model.wrappers import is_sharded_tensor
 from .base import (
     AttributesChange,
     AttributesNow,
@@ -110,6 +111,8 @@ class RuntimeChange(HeldOriginal):
         assert weight is not None
         self.record = record
         self.dtype = record.dtype
+        # of the weight in the trainable layout, in which it is sharded
+        self.shape = record.shape
         self._module = weakref.ref(module)
         self._attributes = read_attributes(module, RUNTIME_ATTRIBUTES)
         self._state: dict[str, Fields] = {}
@@ -134,24 +137,39 @@ class RuntimeChange(HeldOriginal):
         if weight is not None and state is not None and is_repacked(vars(state)):
             self.write(weight, in_other_layout(weight, state))
             unpack_statistics(state)
+            self.shape = weight.shape
 
+        self._stop_repacking()
+
+    def _stop_repacking(self) -> None:
+        """Have the layer keep its weight's layout in eval mode too."""
         fields = vars(self._module())
         if fields.get(REPACKS):
             fields[REPACKS] = False
 
     def undo(self, tree: ModelTree) -> None:
-        """Put the recorded fields back."""
+        """Put the recorded fields back.
+
+        A layer whose weight is sharded keeps the trainable layout: what it repacks is
+        lost when the weight is gathered again, and its statistics would stay repacked.
+        """
         module, weight = self._module(), self._weight()
         if module is None:
             return
 
         write_attributes(module, self._attributes)
+        is_sharded = weight is not None and is_sharded_tensor(weight)
+        if is_sharded:
+            self._stop_repacking()
+
         if weight is None or not self.record.is_seen(weight):
             return
 
         quant_state = getattr(weight, "quant_state", None)
         was_repacked = is_repacked(self._state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
+            if is_sharded:
+                return
             self.write(weight, in_other_layout(weight, quant_state))
 
         owners = state_owners(module, weight)

@@ -195,7 +195,9 @@ class Gathering:
         fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(tensor, was)
         index = len(self._tensors)
-        self._tensors.append(self._shards.of(tensor, was.shape))
+        shape = held.shape if isinstance(held, RuntimeChange) else was.shape
+        shard = self._shards.of(tensor, shape)
+        self._tensors.append(shard)
         stored = None
         if isinstance(held, StorageChange) and held.converts(parameter):
             stored = held
@@ -213,8 +215,9 @@ class Gathering:
             return value
 
         dtype = parameter.dtype if stored is None else stored.dtype
-        shape = self._tensors[-1].shape or was.shape
-        promised = _lazy_class(was.quantized_class)(shape, dtype, compute)
+        promised = _lazy_class(was.quantized_class)(
+            shard.shape or shape, dtype, compute
+        )
         if was.quant_state is not None:
             state = was.quant_state()
             if isinstance(held, RuntimeChange):

@@ -21,7 +21,12 @@ from ..edits.norms import Float32Forward
 from ..edits.stand_ins import STAND_INS
 from ..edits.storage import StorageChange
 from ..errors import ExportError
-from ..model.bitsandbytes_layers import lacks_statistics, unpacked_copy
+from ..model.bitsandbytes_layers import (
+    has_transposed_scales,
+    lacks_statistics,
+    unpacked_copy,
+)
+from ..model.checks import TRANSPOSED_SCALES
 from ..model.quantization import has_runtime_state
 from ..model.records import Mark, ParameterRecord
 from ..model.tree import ModelTree, join, shallow_copy
@@ -118,6 +123,9 @@ class _Copier:
         is_new = shell is None
         if shell is None:
             _refuse_without_scales(fqn, base)
+            # of a prepared model, the recorded scales are read
+            if self.original is None and has_transposed_scales(base):
+                raise ExportError(f"{fqn}: {TRANSPOSED_SCALES}", fqn=fqn)
             shell = self._shells[id(base)] = self._shell(base)
 
         if wrappers:

@@ -407,6 +407,21 @@ def was_ever_repacked(quant_state: Any) -> bool:
     return quant_state is not None and "packing_format_for_cpu" in vars(quant_state)
 
 
+def has_transposed_scales(module: nn.Module) -> bool:
+    """Whether a 4-bit layer has the scales of a repacked weight, and a weight that is not.
+
+    bitsandbytes leaves it so where its state dict is read after the weight was repacked,
+    unless the scales are quantized too. What it computes then is wrong: the scales are
+    in another order, and in bfloat16.
+    """
+    weight = module._parameters.get("weight")
+    state = None if weight is None else quant_state_of(module, weight)
+    if state is None or is_repacked(vars(state)):
+        return False
+
+    return bool(state.absmax.ndim > 1)
+
+
 def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
     """The bytes of a 4-bit weight in the other of its two layouts.
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedModelError
+from .bitsandbytes_layers import has_transposed_scales
 from .quantization import has_kernel_without_backward, is_rewritten
 from .tree import ModelTree, Node
 from .wrappers import is_d_tensor, is_flattened, is_sharded_tensor, loaded_class
@@ -145,6 +146,23 @@ def _sharding_of(parameter: torch.Tensor) -> str:
         return "a ZeRO-3 partition"
 
     return "a shard of FSDP1" if is_flattened(parameter) else ""
+
+
+TRANSPOSED_SCALES = (
+    "the scales lie in the order of a weight that is repacked for a CPU, and the weight "
+    "is not, so what it computes is wrong: bitsandbytes leaves them so where a model is "
+    "saved, or its state dict read, after a forward in eval mode on a CPU with "
+    "AVX512-BF16; load the base again, and not what was saved then"
+)
+
+
+def refuse_transposed_scales(nodes: Iterable[Node]) -> None:
+    """Raise for a 4-bit layer whose values are wrong."""
+    for node in nodes:
+        if has_transposed_scales(node.module):
+            raise UnsupportedModelError(
+                f"{node.fqn}: {TRANSPOSED_SCALES}", fqn=node.fqn
+            )
 
 
 def refuse_without_backward(tree: ModelTree, nodes: Iterable[Node]) -> None:

@@ -154,9 +154,8 @@ def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) 
     A shard is told by its place, and by its 4-bit statistics where it has some.
     """
     parameter = tensor.parameter
-    # Not by shape: a 4-bit layer that repacks its weight for the CPU gives it another
-    # of as many elements.
-    shape = whole_shape(parameter)
+    # A 4-bit layer that repacks its weight for the CPU gives it another shape and dtype.
+    shape = whole_shape(parameter) if record.quant_state is None else None
     if shape is not None and shape.numel() != record.shape.numel():
         return False
     if tree.known.get(id(parameter)) is record:

@@ -29,7 +29,7 @@ from ..edits.norms import (
 )
 from ..edits.stand_ins import HeadForward
 from ..edits.training import Record
-from ..model.checks import refuse_without_backward
+from ..model.checks import refuse_transposed_scales, refuse_without_backward
 from ..model.pretrained import ASSUMED
 from ..model.quantization import (
     Quantization,
@@ -82,6 +82,7 @@ class Planner(Casts):
         self._warn_of_what_it_is()
         layers = [node for node in self.tree.modules if has_runtime_state(node.module)]
         refuse_without_backward(self.tree, layers)
+        refuse_transposed_scales(layers)
         edits: list[EditBase] = [
             Record("record", tuple(node.fqn for node in layers)),
             Freeze(

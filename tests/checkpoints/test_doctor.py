@@ -17,6 +17,7 @@ from torch import nn
 
 from kbitwrap import ConfigError, DoctorReport, KbitPreparedModel, ManifestError, convert_checkpoint, doctor
 from support import trainers, training, zoo
+from support.repacked import repacked
 
 pytestmark = [
     # Training on after `restore` is not what these do.
@@ -33,6 +34,7 @@ NOT_FINITE = "an adapter is not finite"
 DTYPE = "an adapter has another dtype than in training"
 EXPERTS = "experts are not quantized"
 LAYERS = "layers are not quantized"
+SCALES = "scales lie in another order than their 4-bit weights"
 TIED = "tied weights came apart"
 CACHE = "use_cache was left off"
 DEVICES = "visible devices were idle"
@@ -148,6 +150,11 @@ def packed_in_bfloat16(folder: Path) -> Path:
     return folder
 
 
+def repacked_and_saved(folder: Path, quant: str) -> Path:
+    repacked(zoo.load("llama", quant)).save_pretrained(folder)
+    return folder
+
+
 def trained_itself(folder: Path) -> Path:
     model = zoo.load("llama")
     with KbitPreparedModel(model, freeze=False) as prepared:
@@ -188,6 +195,8 @@ SOUND: dict[str, Callable[[Path], Any]] = {
     "beside a frozen reference": beside_a_frozen_reference,
     "prompts": prompts,
     "packed in bfloat16": packed_in_bfloat16,
+    "repacked, live": lambda folder: repacked(zoo.load("llama")),
+    "repacked with nested statistics": lambda folder: repacked_and_saved(folder, "nf4-double"),
     "the base was trained": trained_itself,
     "without a config": without_a_config,
 }
@@ -309,6 +318,12 @@ def untied_live(folder: Path) -> nn.Module:
     return model
 
 
+def read_after_it_was_repacked(folder: Path) -> nn.Module:
+    model = repacked(zoo.load("llama"))
+    model.state_dict()
+    return model
+
+
 def cache_off(folder: Path) -> Path:
     model = zoo.load("llama", quant=None)
     trainer = trainers.trainer_for(trainers.adapt(model), folder / "out", activation_checkpointing=True)
@@ -341,6 +356,13 @@ FAULTY: dict[str, tuple[str | tuple[str, ...], Callable[[Path], Any], str, str]]
     "layers of a class of its own": (LAYERS, falcon, "", "dense_h_to_4h"),
     "untied": (TIED, untied, "", "lm_head.weight"),
     "untied, live": (TIED, untied_live, "Gemma2ForCausalLM", "lm_head.weight"),
+    "saved after it was repacked": (
+        SCALES,
+        lambda folder: repacked_and_saved(folder, "nf4"),
+        "",
+        "layers.0.mlp.down_proj.weight",
+    ),
+    "read after it was repacked, live": (SCALES, read_after_it_was_repacked, "LlamaForCausalLM", "q_proj.weight"),
     "cache": (CACHE, cache_off, "", "false"),
     "more is trained": (OPTIMIZER, more_is_trained, "checkpoint-3", "25 states, 20 saved tensors"),
 }

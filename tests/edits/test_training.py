@@ -5,6 +5,7 @@ Every test runs twice, with layers that repack and with layers that do not: what
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import transformers
+from bitsandbytes import functional
 from torch import nn
 
 import kbitwrap
-from kbitwrap import KbitPreparedModel
+from kbitwrap import ExportError, KbitPreparedModel, ManifestError, UnsupportedModelError
 from kbitwrap.cli import main
 from support import zoo
 from support.demos import save_llama
@@ -25,7 +28,8 @@ from support.thorough import each_once, few
 from support.training import adapt, step
 
 LAYOUTS = ("repacking", "plain")
-QUANTS = ("nf4", "nf4-double", "fp4")
+IN_BFLOAT16 = "nf4 in bfloat16"
+QUANTS = ("nf4", "nf4-double", "fp4", IN_BFLOAT16)
 
 
 @pytest.fixture(params=LAYOUTS, autouse=True)
@@ -33,6 +37,19 @@ def repacks(request: pytest.FixtureRequest) -> bool:
     if request.param == "repacking":
         request.getfixturevalue("repacking")
     return request.param == "repacking"
+
+
+def load(quant: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
+    """A model, whose 4-bit weights may lie in storage of bfloat16, which FSDP1 asks for."""
+    if quant != IN_BFLOAT16:
+        return zoo.load("llama", quant, dtype)
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    return zoo.load("llama", "nf4", dtype, quantization_config=config)
 
 
 def evaluate(model: nn.Module, name: str = "llama") -> torch.Tensor:
@@ -63,7 +80,7 @@ def round_statistics(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("quant", QUANTS)
 def test_layers_repack_in_eval_mode_where_this_says_so(quant: str, repacks: bool) -> None:
-    model = zoo.load("llama", quant)
+    model = load(quant)
     before = bytes_of(model)
     evaluate(model)
     assert num_packed(model) == (num_quantized(model) if repacks else 0)
@@ -72,7 +89,7 @@ def test_layers_repack_in_eval_mode_where_this_says_so(quant: str, repacks: bool
 
 @pytest.mark.parametrize(("quant", "precision"), each_once(QUANTS, ["full", "compute", "norms", "none"]))
 def test_evaluation_while_prepared_changes_nothing(quant: str, precision: str) -> None:
-    model = zoo.load("llama", quant)
+    model = load(quant)
     original = Snapshot(model)
     prepared = KbitPreparedModel(model, precision=precision).prepare()
     before = bytes_of(model)
@@ -108,8 +125,8 @@ def test_gradients_after_an_evaluation_are_those_without_it(first: str) -> None:
 def test_a_suspended_model_evaluates_as_the_original_and_resumes_exactly(
     quant: str, precision: str, repacks: bool
 ) -> None:
-    expected = evaluate(zoo.load("llama", quant))
-    model = zoo.load("llama", quant)
+    expected = evaluate(load(quant))
+    model = load(quant)
     original, loaded = Snapshot(model), bytes_of(model)
     prepared = KbitPreparedModel(model, precision=precision).prepare()
     step_before, logits = bytes_of(model), evaluate(model)
@@ -131,11 +148,12 @@ def test_a_suspended_model_evaluates_as_the_original_and_resumes_exactly(
 
 @pytest.mark.parametrize(("quant", "asks_for_state"), each_once(QUANTS, [True, False]))
 def test_a_base_that_ran_before_is_put_back_as_it_was(quant: str, asks_for_state: bool, repacks: bool) -> None:
-    model = zoo.load("llama", quant)
+    model = load(quant)
     expected = evaluate(model)
     before = Snapshot(model)
     prepared = KbitPreparedModel(model, precision="norms").prepare()
     assert num_packed(model) == 0
+    manifest = prepared.manifest()
     adapted = adapt("llama", model)
     step("llama", adapted)
     evaluate(adapted)
@@ -147,6 +165,8 @@ def test_a_base_that_ran_before_is_put_back_as_it_was(quant: str, asks_for_state
     if asks_for_state:
         model.state_dict()
     assert num_packed(model) == 0
+    assert not prepared.verify()
+    manifest.check(model)
     prepared.restore()
     adapted.unload()
     assert before.diff(Snapshot(model), moved=True) == []
@@ -156,8 +176,8 @@ def test_a_base_that_ran_before_is_put_back_as_it_was(quant: str, asks_for_state
 @pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 @pytest.mark.parametrize(("quant", "when"), each_once(["nf4", "nf4-double"], ["prepared", "suspended", "restored"]))
 def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: Path) -> None:
-    expected = saved(zoo.load("llama", quant), tmp_path / "before")
-    model = zoo.load("llama", quant)
+    expected = saved(load(quant), tmp_path / "before")
+    model = load(quant)
     prepared = KbitPreparedModel(model, precision="norms").prepare()
     plain = tmp_path / "plain"
     prepared.export(plain, merge_adapters=True)
@@ -183,9 +203,9 @@ def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
-@pytest.mark.parametrize("quant", ["nf4", "fp4"])
+@pytest.mark.parametrize("quant", ["nf4", "fp4", IN_BFLOAT16])
 def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_path: Path) -> None:
-    fresh, model = zoo.load("llama", quant, torch.float16), zoo.load("llama", quant, torch.float16)
+    fresh, model = load(quant, torch.float16), load(quant, torch.float16)
     round_statistics(fresh)
     round_statistics(model)
     expected = saved(fresh, tmp_path / "before")
@@ -205,9 +225,38 @@ def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_pa
     assert (tmp_path / "merged new" / file).read_bytes() == (tmp_path / "merged" / file).read_bytes()
 
 
+def down_projection(model: nn.Module) -> torch.Tensor:
+    """The weight of a layer, computed by bitsandbytes; a row of it has several scales."""
+    weight = model.model.layers[0].mlp.down_proj.weight
+    return functional.dequantize_4bit(weight, weight.quant_state)
+
+
+@pytest.mark.parametrize("repacks", ["repacking"], indirect=True)
+def test_a_base_whose_scales_bitsandbytes_left_in_the_other_order_is_refused(repacks: None, tmp_path: Path) -> None:
+    model = zoo.load("llama", "nf4")
+    right = down_projection(model)
+    manifest = KbitPreparedModel(zoo.load("llama", "nf4")).prepare().manifest()
+    new = KbitPreparedModel(model)
+    evaluate(model)
+    model.save_pretrained(tmp_path / "saved")  # where it lays back the weights, and not their scales
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map={"": "cpu"})
+    calls: list[tuple[Callable[[], object], type[Exception]]] = [
+        (new.prepare, UnsupportedModelError),
+        (lambda: new.export(tmp_path / "export"), ExportError),
+        (lambda: new.export(tmp_path / "merged", merge_adapters=True), ExportError),
+    ]
+    for one in (model, loaded):
+        assert not torch.allclose(down_projection(one), right, rtol=0.01)
+        calls.append((functools.partial(KbitPreparedModel, one), UnsupportedModelError))
+        calls.append((functools.partial(manifest.check, one), ManifestError))
+    for call, error in calls:
+        with pytest.raises(error, match="q_proj: the scales lie in the order"):
+            call()
+
+
 @pytest.mark.parametrize("quant", QUANTS)
 def test_a_manifest_is_of_the_weights_as_loaded(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.load("llama", quant)
+    model = load(quant)
     prepared = KbitPreparedModel(model).prepare()
     first = prepared.manifest()
     evaluate(model)
@@ -221,7 +270,7 @@ def test_a_manifest_is_of_the_weights_as_loaded(quant: str, monkeypatch: pytest.
     assert not first.diff(third)
     first.check(model)
     monkeypatch.undo()  # layers that do not repack
-    first.check(zoo.load("llama", quant))
+    first.check(load(quant))
 
 
 def test_the_drop_in_trains_after_an_evaluation_as_after_none() -> None:

@@ -24,6 +24,7 @@ from kbitwrap.export.twin import build_twin
 from kbitwrap.model.tree import ModelTree
 from support import zoo
 from support.files import SHARD, read, saved
+from support.repacked import repacked
 from support.snapshot import Snapshot
 from support.thorough import each_once
 from support.training import adapt, step
@@ -246,22 +247,10 @@ def test_parameters_over_one_memory_that_were_trained_apart_are_exported_as_rest
 
 @pytest.mark.parametrize("quant", ["nf4", "nf4-double"])
 def test_weights_that_a_cpu_repacked(quant: str, tmp_path: Path) -> None:
-    import bitsandbytes as bnb
-
     model = zoo.load("llama", quant)
     expected = saved(model, tmp_path / "before")
     prepared = KbitPreparedModel(model, precision="full").prepare()
-    packed = 0
-    for module in model.modules():
-        # What `Linear4bit.forward` does in eval mode where the CPU has AVX512-BF16.
-        if isinstance(module, bnb.nn.Linear4bit) and module.weight.quant_state.shape[0] % 32 == 0:
-            weight = module.weight
-            weight.data, weight.quant_state = bnb.functional._convert_weight_packed_for_cpu(
-                weight.data, weight.quant_state
-            )
-            packed += 1
-    assert packed
-    before = Snapshot(model)
+    before = Snapshot(repacked(model))
     prepared.export(tmp_path / "export", max_shard_size=SHARD)
     assert before.diff(Snapshot(model)) == []
     assert read(tmp_path / "export") == expected

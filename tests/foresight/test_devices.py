@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from kbitwrap.tensors.bits import parts_of
 from support import forks, zoo
 
 LORA = zoo.lora_config("llama")
+MOST_SECONDS = 10.0  # that a thread may need to be run again
 NUM_STEPS = 3  # DDP lays its buckets out anew for the second one
 
 
@@ -113,6 +115,13 @@ class LiveBytes(TorchDispatchMode):
         living = [storage for reference in self._storages.values() if (storage := reference()) is not None]
         return sum(storage.nbytes() for storage in living)
 
+    def wait_for_threads(self, held: list[torch.Tensor]) -> None:
+        """Wait until nothing else lives: gloo's threads let go of what they sent after they say that it was sent."""
+        least = LiveBytes(held).static
+        end = time.monotonic() + MOST_SECONDS
+        while self._total() > least and time.monotonic() < end:
+            time.sleep(0.001)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented
@@ -138,9 +147,12 @@ def train_under_fsdp2(rank: int, join: forks.Join, folder: Path) -> None:
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
             of_model = [tensor for tensor, _, _ in held_tensors(ModelTree(model))]
-            live = LiveBytes([*held, *of_model, *optimizer_tensors(optimizer), *batch.values()])
+            known = [*held, *of_model, *optimizer_tensors(optimizer), *batch.values()]
+            live = LiveBytes(known)
             with live:
                 model(**batch).loss.backward()
+                gradients = [one.grad for one in model.parameters() if one.grad is not None]
+                live.wait_for_threads([*known, *gradients])
                 live.phase = "optimizer"
                 optimizer.step()
     counters = [state["step"] for state in optimizer.state.values()]

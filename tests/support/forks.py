@@ -80,6 +80,7 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
 
 def _quietly(function: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("ignore")
+    importlib.import_module(PRELOADED)  # with its settings, where multiprocessing made a server anew that had ended
     return function(*args)
 
 
