@@ -8,20 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import StrPath
+from ..config import QuantKind, StrPath
 from ..tensors.lazy import LazyTensor, materialize
 from .adapters import SavedAdapter
 from .base import load_adapted
 from .sides import MergedSide, plain_side
 
-_4BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-# The words for them are those of `--quant`.
-_KINDS: dict[str, dict[str, Any]] = {
-    "nf4-double": {**_4BIT, "bnb_4bit_use_double_quant": True},
-    "nf4": _4BIT,
-    "int8": {"load_in_8bit": True},
-    "fp4": {**_4BIT, "bnb_4bit_quant_type": "fp4"},
-}
 # The largest difference of a weight from a merge, as a part of its length: rounding to
 # half takes up to 2**-9, and that of the base before it as much.
 _MOST_OFF = 2.0**-7
@@ -32,11 +24,11 @@ class Fitting:
     """A quantization that a merged weight fits.
 
     Attributes:
-        kind: The word for it, as in ``"nf4-double"``.
+        kind: The kind of quantization.
         config: The config for ``from_pretrained``.
     """
 
-    kind: str
+    kind: QuantKind
     config: Any
 
 
@@ -60,8 +52,10 @@ def fitting_quantization(
     found = materialize(merged.tensors[fqn]).float()
     nearest = None
     least = _off(found, _merge(fqn, base, saved, dtype, False))
-    for kind, fields in _KINDS.items():
-        config = BitsAndBytesConfig(**fields)
+    for kind in QuantKind:
+        if kind is QuantKind.NONE:
+            continue
+        config = BitsAndBytesConfig(**kind.settings)
         off = _off(found, _merge(fqn, base, saved, dtype, config))
         if off < min(least, _MOST_OFF):
             nearest, least = Fitting(kind, config), off
@@ -75,7 +69,9 @@ def _quantized_weight(
     """The name of the first matrix that bitsandbytes quantizes, and the checkpoint holds."""
     from transformers import BitsAndBytesConfig
 
-    _, adapted = load_adapted(base, saved, None, BitsAndBytesConfig(**_4BIT), dtype)
+    _, adapted = load_adapted(
+        base, saved, None, BitsAndBytesConfig(**QuantKind.NF4.settings), dtype
+    )
     for fqn, tensor in plain_side(adapted, is_merged=False).saved.items():
         found = merged.tensors.get(fqn)
         if found is None or found.shape != tensor.shape:

@@ -106,7 +106,7 @@ def quantization_in_training(quant: str | None, dtype: str | None) -> Any:
     """Make what `merge_checkpoint` and others take for how a base was quantized.
 
     Args:
-        quant: One of ``QUANTS``, or ``None`` where it was not told.
+        quant: The word for a ``QuantKind``, or ``None`` where it was not told.
         dtype: The dtype that 4-bit layers compute in; ``None`` for the library's
             default.
 
@@ -176,7 +176,7 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
 
     Args:
         model: A folder, a ``config.json``, or a name on the hub.
-        quant: One of ``QUANTS``; ``None`` for the model's own, or else nf4.
+        quant: The word for a ``QuantKind``; ``None`` for the model's own, or else nf4.
         dtype: The dtype that 4-bit layers compute in.
 
     Returns:

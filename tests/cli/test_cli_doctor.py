@@ -92,7 +92,7 @@ def test_doctor_says_first_that_a_merge_is_one(
     assert first == "a merge: 100.0% of what the adapter learned, added to the weights that it was trained on"
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8"])
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
 def test_doctor_finds_the_quantization_that_nothing_records_and_says_so(
     quant: str, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
