@@ -32,6 +32,10 @@ _IN_OPTIONS = {
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
+class NoModelError(InputError):
+    """A model that is nowhere."""
+
+
 @contextlib.contextmanager
 def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
     """See that a model is here, in the cache, or on a hub that answers; while none does, nothing asks it again.
@@ -65,7 +69,7 @@ def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
         why = f"{constants.ENDPOINT} cannot be reached"
         if was_offline:
             why = f"{_OFFLINE} is set"
-        raise InputError(
+        raise NoModelError(
             f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
         )
     before = os.environ.get(_OFFLINE)
@@ -125,11 +129,19 @@ def _is_here(name: str) -> bool:
             f"expected a folder, a config.json or a name on the hub such as org/model, found {name!r}"
         )
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise InputError(f"there is no config.json in {name!r}")
+        is_adapter = os.path.isfile(os.path.join(name, "adapter_config.json"))
+        holds = ", which holds an adapter" if is_adapter else ""
+        raise NoModelError(
+            f"there is no config.json in {name!r}{holds}: expected the folder of a model"
+        )
+    if os.path.isfile(name) and not name.endswith(".json"):
+        raise InputError(
+            f"expected a folder, a config.json or a name on the hub, found the file {name!r}"
+        )
     if os.path.exists(name):
         return True
     if _NAME.fullmatch(name) is None or name.endswith(".json"):
-        raise InputError(f"there is no model at {name!r}")
+        raise NoModelError(f"there is no model at {name!r}")
     return False
 
 

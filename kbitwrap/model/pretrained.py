@@ -208,18 +208,24 @@ def _loading_class(config: Any, trust_remote_code: bool) -> Any:
 
 
 def _refuse_larger(folder: Path) -> None:
-    """Raise where a config describes far more than the files of its folder hold.
+    """Raise where a config describes far more than the files of its folder hold, or there are none.
 
     Loading would allocate it.
     """
-    bare = read_config(folder)
-    bare.quantization_config = None
-    num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
-    num_bytes = sum(
+    sizes = [
         path.stat().st_size
         for path in folder.iterdir()
         if path.suffix in (".safetensors", ".bin")
-    )
+    ]
+    if not sizes:
+        raise ConfigError(
+            f"cannot load a model from {os.fspath(folder)!r}: there is no .safetensors or .bin file with weights in it"
+        )
+
+    bare = read_config(folder)
+    bare.quantization_config = None
+    num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
+    num_bytes = sum(sizes)
     if num_elements > 16 * num_bytes + (1 << 26):
         raise ConfigError(
             f"the config of {os.fspath(folder)!r} describes {num_elements:,} values, and its files hold {num_bytes:,} "
