@@ -112,8 +112,10 @@ def test_a_float32_model_is_clean_and_said_to_tell_nothing(capsys: pytest.Captur
     assert "nothing tells a preparation from a model trained in float32; if the original was half:" in out
     assert out.endswith("--out DST --dtype bfloat16")
     assert run_json(capsys, "doctor", zoo.checkpoint("llama"))[1]["not_measured"] == [
+        "whether it is a merge, and how much of the adapter it holds: give the adapter that was merged (adapter, "
+        "--adapter)",
         "whether a preparation left float32: all is float32, as the config says; if the original was half: "
-        "`kbitwrap convert --dtype bfloat16`"
+        "`kbitwrap convert --dtype bfloat16`",
     ]
 
 
