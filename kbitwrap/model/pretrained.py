@@ -192,6 +192,24 @@ def load_pending(
     return model, missing
 
 
+def layers_to_quantize(model: Any, quantization_config: Any) -> dict[str, nn.Module]:
+    """The layers that bitsandbytes makes of a loaded model's, by their fqns.
+
+    They are without weights, which `make_pending` gives them.
+    """
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    meta: Any = meta_model(config, dtype=model.dtype)
+    quantizer = _quantizer(config, quantization_config)
+    quantizer.preprocess_model(model=meta, dtype=model.dtype, device_map={"": "cpu"})
+    layers = {}
+    for fqn, module in meta.named_modules():
+        if is_quantized_layer(module):
+            layers[fqn] = module
+
+    return layers
+
+
 def _loading_class(config: Any, trust_remote_code: bool) -> Any:
     """The model's class, or an Auto class of transformers.
 
