@@ -76,11 +76,12 @@ def command(
         raise InputError(
             "--quant says how a base was quantized: give --adapter, or --base"
         )
-    is_named = base is None and adapter is not None
+    is_named = False
     if adapter is not None:
         check_adapter(adapter)
         _refuse_adapter(path)
-        base = base or _base_of(adapter)
+        if base is None:
+            base, is_named = _base_of(adapter), True
     examining = working(base, f"examining {path}")
     with asking_for_base(is_named), examining as doing:
         from .. import KbitWrapError, doctor  # not before: they load torch
