@@ -175,6 +175,8 @@ def test_doctor_takes_the_base_that_the_adapter_names_and_says_so(
     assert out.startswith("a merge: 100.0% of what the adapter learned")
     named = f"the base is {str(run / 'base')!r}, which the config of the adapter names"
     assert err.splitlines()[-1] == f"kbitwrap: note: {named}"
+    assert main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter"), "--base", ""]) == 2
+    assert capsys.readouterr().err.startswith("kbitwrap: error: expected a folder")
 
 
 def test_an_adapter_that_names_no_base_needs_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
