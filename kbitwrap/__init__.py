@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import Precision, PrepareConfig
+from .config import Precision, PrepareConfig, QuantKind
 from .errors import (
     ConfigError,
     EditError,
@@ -104,6 +104,7 @@ __all__ = [
     "Plan",
     "Precision",
     "PrepareConfig",
+    "QuantKind",
     "RestoreError",
     "RestoreReport",
     "ShardingOutcome",

@@ -1,4 +1,4 @@
-"""The settings of a preparation: ``Precision`` and ``PrepareConfig``."""
+"""The settings of a preparation, ``Precision`` and ``PrepareConfig``, and the kinds of quantization."""
 
 from __future__ import annotations
 
@@ -59,6 +59,45 @@ class Precision(str, Enum):
     def upcasts_all(self) -> bool:
         """Whether every unquantized half parameter computes as float32, so that a copy of it is stored in float32."""
         return self in (Precision.FULL, Precision.COMPUTE)
+
+
+class QuantKind(str, Enum):
+    """A kind of quantization by bitsandbytes: the words of ``--quant``.
+
+    Example:
+        >>> from kbitwrap import QuantKind
+        >>> QuantKind("fp4").settings["bnb_4bit_quant_type"]
+        'fp4'
+    """
+
+    NF4 = "nf4"
+    """nf4 in 4 bits, without double quantization."""
+    NF4_DOUBLE = "nf4-double"
+    """The same with double quantization."""
+    FP4 = "fp4"
+    """fp4 in 4 bits, without double quantization: what ``load_in_4bit=True`` alone makes."""
+    FP4_DOUBLE = "fp4-double"
+    """The same with double quantization."""
+    INT8 = "int8"
+    """8 bits."""
+    NONE = "none"
+    """Not quantized."""
+
+    __str__ = str.__str__
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of transformers' ``BitsAndBytesConfig``; of ``"none"`` there are none."""
+        if self is QuantKind.NONE:
+            return {}
+        if self is QuantKind.INT8:
+            return {"load_in_8bit": True}
+        quant_type, _, double = self.value.partition("-")
+        return {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quant_type,
+            "bnb_4bit_use_double_quant": bool(double),
+        }
 
 
 def parse_bytes(value: int | str) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from .. import QuantKind
+
 PEFT = "peft"
 PEFT_UNCLEARED = "peft-uncleared"
 """PEFT's function with ``auto_clear_cache=False``: as it was when huggingface/peft#3265 was reported."""
@@ -15,22 +17,11 @@ PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 CASES = (PEFT, PEFT_UNCLEARED, "full", "compute", CHUNKED, "norms", "adapted", "none")
 
 
-# The ways of bitsandbytes to quantize, by the word for it: fields of BitsAndBytesConfig.
-_4BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-QUANTS: dict[str, dict[str, Any] | None] = {
-    "nf4": _4BIT,
-    "nf4-double": {**_4BIT, "bnb_4bit_use_double_quant": True},
-    "fp4": {**_4BIT, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-    "none": None,
-}
-
-
 def quantization_config(quant: str, compute_dtype: Any) -> Any:
     """Make the config of a kind of quantization.
 
     Args:
-        quant: One of ``QUANTS``.
+        quant: The word for a ``QuantKind``.
         compute_dtype: The dtype that 4-bit layers compute in; ``None`` for the
             library's default.
 
@@ -39,10 +30,10 @@ def quantization_config(quant: str, compute_dtype: Any) -> Any:
     """
     from transformers import BitsAndBytesConfig
 
-    fields = QUANTS[quant]
-    if fields is None:
+    settings = QuantKind(quant).settings
+    if not settings:
         return None
-    return BitsAndBytesConfig(**fields, bnb_4bit_compute_dtype=compute_dtype)
+    return BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=compute_dtype)
 
 
 Figures = dict[str, Any]

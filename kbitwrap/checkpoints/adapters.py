@@ -199,8 +199,9 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             adapted: Any = PeftModel.from_pretrained(model, os.fspath(saved.folder))
             places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
+            said = first_sentence(error).removesuffix(".")
             raise ConfigError(
-                f"{saved.name} does not fit the base: {first_sentence(error)}"
+                f"{saved.name} does not fit the base: {said}; give the base that was trained on, if this is another"
             ) from error
 
     unknown = [
@@ -210,12 +211,16 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
     ]
     if unknown:
         raise ConfigError(
-            f"{saved.name} has tensors that the base has no place for: {first_of(sorted(unknown))}"
+            f"{saved.name} has tensors that the base has no place for ({first_of(sorted(unknown))}): give the base "
+            "that was trained on"
         )
 
     absent = sorted(set(places) - set(saved.tensors))
     if absent:
-        raise ConfigError(f"{saved.name} lacks tensors: {first_of(absent)}")
+        raise ConfigError(
+            f"{saved.name} lacks tensors of this base ({first_of(absent)}): give the base that was trained on, or the "
+            "whole adapter"
+        )
 
     for layer in adapted.modules():
         name = parameter_name(layer)

@@ -104,6 +104,11 @@ def load_base(
     On a CPU, its layers of bitsandbytes may be left pending: quantized whenever their
     weights are read. Who lets them be, reads them, and calls ``finish_check`` then.
     """
+    if os.path.isfile(source):
+        raise ConfigError(
+            f"cannot load a model from the file {os.fspath(source)!r}: give its folder"
+        )
+
     config = read_config(source, trust_remote_code)
     settings = _quantization(source, config, quantization_config, manifest, saved)
     shapes = {} if saved is None else _shapes_in(saved)

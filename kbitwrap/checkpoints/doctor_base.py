@@ -15,14 +15,16 @@ from ..tensors.bits import content_digest
 from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
-from .base import load_base
+from .base import is_told, load_base
 from .doctor_report import Result, fault, fine, not_measured
-from .doctor_subjects import Base, Folder, LiveModel, Subject, Tensors
+from .doctor_subjects import Base, Folder, Given, LiveModel, Subject, Tensors
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
 _MERGED = "an adapter was merged into 4-bit weights"
 _EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
 _THE_BASE = "whether the base is the manifest's, and unchanged"
+_WHETHER_MERGED = "whether it is a merge, and how much of the adapter it holds"
+_GIVE_ADAPTER = "give the adapter that was merged (adapter, --adapter)"
 _NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
 
 
@@ -56,10 +58,7 @@ def recorded_base(folder: Folder) -> Result | None:
     """
     manifest, given = folder.manifest, folder.given
     if manifest is None:
-        is_base_alone = given.base is not None and given.adapter is None
-        # With its quantization it is compared with what it is, dequantized.
-        is_base_alone &= given.quantization_config is None
-        if folder.adapters or is_base_alone:
+        if folder.adapters:
             return not_measured(_THE_BASE, _NO_MANIFEST)
         return None
 
@@ -276,14 +275,14 @@ def _quantized(kind: str, left_out: Sequence[str]) -> Result:
 
 
 def merge(subject: Subject) -> Result | None:
-    """How much of an adapter 4-bit weights hold.
+    """Whether an adapter was merged into 4-bit weights, or else what would measure a merge.
 
     PEFT's merge rounds most of a small delta away. It quantizes from float32, where
     loading does so from half: that tells a merged weight. With the base and the adapter
     the merge itself is measured (`doctor_merge`).
     """
     base = subject.base
-    if base is None or not base.sources or subject.given.tells_merge:
+    if base is None or subject.given.tells_merge:
         return None
 
     sources = base.sources.items()
@@ -297,7 +296,27 @@ def merge(subject: Subject) -> Result | None:
             _EXPORT,
         )
 
-    return not_measured(
-        "how much of an adapter 4-bit weights hold, if merged",
-        "give the folders of both (--base, --adapter)",
-    )
+    if subject.given.adapter is None and _may_be_merged(subject, base):
+        return not_measured(_WHETHER_MERGED, _GIVE_ADAPTER)
+    return None
+
+
+def _may_be_merged(subject: Subject, base: Base) -> bool:
+    """Whether weights may be those of a merge, as far as nothing else is asked of them."""
+    if base.sources:
+        return True
+
+    if not isinstance(subject, Folder) or subject.is_numbered or subject.adapters:
+        return False
+
+    return base.is_quantized or not tells_dequantized(subject.given)
+
+
+def tells_dequantized(given: Given) -> bool:
+    """Whether a base and its quantization alone were given: a folder is compared with that base, dequantized."""
+    is_named = given.base is not None and not isinstance(given.base, nn.Module)
+    if not is_named or given.adapter is not None:
+        return False
+
+    is_given = given.quantization_config is not None
+    return is_given or is_told(given.base, None, None)

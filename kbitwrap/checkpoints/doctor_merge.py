@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
@@ -23,6 +22,7 @@ from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .adapters import read_adapter
 from .base import QUANTIZATION, is_told, load_adapted
+from .doctor_base import tells_dequantized
 from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
 from .fitting import fitting_quantization
@@ -73,7 +73,7 @@ def measure(
             quantization, assumed = _fitting(merged, given)
             remedy = f"{_GIVE}; if it is right {assumed}: {_REMEDY}"
             why = (
-                f"{QUANTIZATION}: nothing records it, so the base's weights were taken "
+                "nothing records the base's quantization, so its weights were taken "
                 f"{assumed}; {_GIVE}"
             )
             examination.add(_NAME, where, not_measured(QUANTIZATION, why))
@@ -104,11 +104,9 @@ def dequantized_base(folder: Folder) -> Result | None:
     adapter.
     """
     given, own = folder.given, folder.base
-    if given.base is None or isinstance(given.base, nn.Module):
+    if folder.adapters or own is None or own.is_quantized:
         return None
-    if given.adapter is not None or folder.adapters:
-        return None
-    if own is None or own.is_quantized or not _is_told(given, None):
+    if not tells_dequantized(given):
         return None
 
     found = read_merged(folder.path)
@@ -133,7 +131,8 @@ def dequantized_base(folder: Folder) -> Result | None:
         return fault(
             "it is not this base, dequantized",
             first_of(wrong),
-            "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR",
+            "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
+            "was merged into it, give that (adapter, --adapter)",
         )
 
     return fine(f"its {len(expected)} tensors are those of the base, dequantized")

@@ -29,6 +29,7 @@ from .inspection import inspect_checkpoint
 from .reader import (
     StoredTensor,
     adapter_file,
+    expect_file_of_weights,
     has_weights,
     load_pickled,
     open_checkpoint,
@@ -277,6 +278,7 @@ def read_run(path: Path, given: Given) -> list[Folder]:
 
     The manifests of one run agree: the newest counts for all of it.
     """
+    expect_file_of_weights(path)
     first = path.parent if path.stem == "adapter_model" else path
     places = [first, *numbered_folders(first)]
     manifest = None
@@ -286,7 +288,8 @@ def read_run(path: Path, given: Given) -> list[Folder]:
     folders = [_read_folder(place, given, manifest) for place in places]
     if not any(folder.adapters or folder.base or folder.damaged for folder in folders):
         raise ConfigError(
-            f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found neither"
+            f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found no .safetensors or .bin "
+            "file with weights"
         )
 
     return folders

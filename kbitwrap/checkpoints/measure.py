@@ -278,7 +278,7 @@ class _Measuring:
         self.tied: dict[str, str] = {}
         self._found = self._find(self.merged.tensors)
         self._originals = self._find(self.original)
-        self._names_in_model = self._find_names()
+        self._names_in_model = self.before.names_in_model()
         self.copies_in_files = {
             name for name, fqn in self._names_in_model.items() if fqn in self.copies
         }
@@ -289,18 +289,6 @@ class _Measuring:
             known = self._names.of(name)
             if known is not None:
                 found[known] = tensor
-        return found
-
-    def _find_names(self) -> dict[str, str]:
-        """The names in the model of all tensors, by these and by those in files."""
-        fqns: dict[tuple[int, torch.Size], str] = {}
-        for fqn, tensor in self.before.named.items():
-            fqns.setdefault(_place(tensor), fqn)
-
-        found = {fqn: fqn for fqn in self.before.named}
-        for name, tensor in self.before.saved.items():
-            found.setdefault(name, fqns.get(_place(tensor), name))
-
         return found
 
     @functools.cached_property
@@ -539,11 +527,6 @@ def _has_scales_of(layer: nn.Module, base: nn.Module) -> bool:
 
 def _last_two(name: str) -> str:
     return ".".join(name.split(".")[-2:])
-
-
-def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """The key that tells the tensors of one side apart, none of which is computed."""
-    return tensor.untyped_storage().data_ptr(), tensor.shape
 
 
 def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:

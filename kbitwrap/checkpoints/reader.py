@@ -191,10 +191,7 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
     # Not by methods of ``Path``, which raise where a name is too long, or a folder may
     # not be searched.
     if os.path.isfile(found):
-        if found.suffix not in (".safetensors", _PICKLED):
-            raise ConfigError(
-                f"{found}: expected a folder, or a .safetensors or .bin file"
-            )
+        expect_file_of_weights(found)
         folder, names = found.parent, [found.name]
     elif os.path.isdir(found):
         folder = found
@@ -225,6 +222,14 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
 
     checkpoint = SavedCheckpoint(found, folder, names, tensors, index, config)
     return _without_ties(checkpoint)
+
+
+def expect_file_of_weights(path: Path) -> None:
+    """Raise `ConfigError` for a file of another kind."""
+    if os.path.isfile(path) and path.suffix not in (".safetensors", _PICKLED):
+        raise ConfigError(
+            f"{str(path)!r}: expected a folder, or a .safetensors or .bin file"
+        )
 
 
 def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:

@@ -39,6 +39,23 @@ class Side:
     named: Mapping[str, Tensor]
     ties: list[list[str]]
 
+    def names_in_model(self) -> dict[str, str]:
+        """The names in the model of all tensors, by these and by those in files."""
+        fqns: dict[tuple[int, torch.Size], str] = {}
+        for fqn, tensor in self.named.items():
+            fqns.setdefault(_place(tensor), fqn)
+
+        found = {fqn: fqn for fqn in self.named}
+        for name, tensor in self.saved.items():
+            found.setdefault(name, fqns.get(_place(tensor), name))
+
+        return found
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """The key that tells the tensors of one side apart, none of which is computed."""
+    return tensor.untyped_storage().data_ptr(), tensor.shape
+
 
 def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
     """The plain model that a model is, with or without its active adapters, not rounded."""
@@ -49,10 +66,10 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
 
 
 def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The merged weights of a model whose quantized layers have other weights, not rounded.
+    """The merged weights of a model whose layers have other weights, not rounded.
 
     A part of what adapters add may depend on the weights: DoRA's norm, a rotation, a
-    scale. A layer made from ``Conv1D`` is left out.
+    scale. A quantized layer made from ``Conv1D`` is left out.
     """
     twin = build_twin(ModelTree(model))
     replaced = []
@@ -60,7 +77,8 @@ def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
         name = join(fqn, "weight")
         if name in weights and not is_transposed(module):
             parameters = {**module._parameters, "weight": weights[name]}
-            make_plain(module)
+            if is_quantized_layer(module):
+                make_plain(module)
             vars(module)["_parameters"].update(parameters)  # its bias stays
             replaced.append(name)
 

@@ -70,7 +70,12 @@ _Model = Annotated[
         "A causal language model to use in place of the small built-in one.",
     ),
 ]
-_Quant = Annotated[str, choice("--quant", TRAINED_QUANTS, "Quantization.")]
+_Quant = Annotated[
+    str,
+    choice(
+        "--quant", TRAINED_QUANTS, "Quantization; nf4 is without double quantization."
+    ),
+]
 _Precision = Annotated[str, choice("--precision", PRECISIONS, "Where float32 is used.")]
 _Device = Annotated[
     str | None,

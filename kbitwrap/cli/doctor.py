@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from rich.console import Group, RenderableType
 
+from .adapters import asking_for_base, check_adapter, is_adapter, named_base
 from .console import (
     EXIT_DONE,
     EXIT_NO,
@@ -15,6 +16,7 @@ from .console import (
     first_line,
     hanging,
     printable,
+    say,
     show,
     show_json,
 )
@@ -32,10 +34,9 @@ experts that were never quantized, tied weights that came apart, use_cache left 
 weights, an optimizer that trained what was not saved, a save that was interrupted, a tokenizer with more ids than the
 embeddings have rows. Each check made is printed: fine, fault, or not measured and why. No code in a file is run.
 
-Is a merged model what was trained? With --base and --adapter every tensor of PATH is compared with the base and the
-adapter, whatever tool merged them: how much of what the adapter learned is there, and what is wrong where it is not.
-With --base and --quant alone, PATH is compared with the dequantized base: an engine that is sent adapters only needs
-that.
+Is a merged model what was trained? With --adapter every tensor of PATH is compared with the adapter and its base,
+whatever tool merged them: how much of what the adapter learned is there, and what is wrong where it is not. With --base
+and --quant alone, PATH is compared with the dequantized base: an engine that is sent adapters only needs that.
 
 Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 
@@ -48,8 +49,8 @@ def command(
             "--base",
             "BASE",
             str,
-            "The base that was trained on, to compare with the manifest, and with --adapter a merged PATH; it is "
-            "loaded.",
+            "The base that was trained on, to compare with the manifest, and with --adapter a merged PATH; with "
+            "--adapter what its config names, if left out. It is loaded.",
         ),
     ] = None,
     adapter: Annotated[
@@ -58,7 +59,7 @@ def command(
             "--adapter",
             "ADAPTER",
             path,
-            "The adapter that was merged: with --base, how much of it PATH holds.",
+            "The folder of the adapter that was merged: how much of it PATH holds.",
         ),
     ] = None,
     quant: QuantInTraining = None,
@@ -71,7 +72,18 @@ def command(
     """
     if not path.exists():
         raise InputError(f"there is nothing at {str(path)!r}")
-    with working(base, f"examining {path}") as doing:
+    if quant is not None and base is None and adapter is None:
+        raise InputError(
+            "--quant says how a base was quantized: give --adapter, or --base"
+        )
+    is_named = False
+    if adapter is not None:
+        check_adapter(adapter)
+        _refuse_adapter(path)
+        if base is None:
+            base, is_named = _base_of(adapter), True
+    examining = working(base, f"examining {path}")
+    with asking_for_base(is_named), examining as doing:
         from .. import KbitWrapError, doctor  # not before: they load torch
 
         def tell(num_done: int, num_tensors: int) -> None:
@@ -88,6 +100,8 @@ def command(
             )
         except (KbitWrapError, OSError) as error:
             raise InputError(first_line(error)) from error
+    if is_named:
+        say(f"note: the base is {base!r}, which the config of the adapter names")
     result = report.to_dict()
     if json_:
         show_json(result)
@@ -96,6 +110,25 @@ def command(
             show(*_merge(report.merge))
         show(*_describe(result))
     return EXIT_NO if report else EXIT_DONE
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Refuse an adapter in place of the merged model."""
+    is_alone = is_adapter(path) and not (path / "config.json").is_file()
+    if is_alone or path.stem == "adapter_model":
+        raise InputError(
+            f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
+        )
+
+
+def _base_of(adapter: Path) -> str:
+    """The base that the config of an adapter names; raises where it names none."""
+    base = named_base(adapter)
+    if base is None:
+        raise InputError(
+            f"the config of the adapter in {str(adapter)!r} names no base: give it (--base)"
+        )
+    return base
 
 
 def _merge(merge: Any) -> list[RenderableType]:
@@ -114,18 +147,33 @@ def _merge(merge: Any) -> list[RenderableType]:
 
 
 def _describe(result: Result) -> list[RenderableType]:
-    findings = result["findings"]
-    number = len(findings) or "no"
-    plural = "" if len(findings) == 1 else "s"
-    parts: list[RenderableType] = [
-        f"{printable(result['subject'])}: {number} fault{plural} found"
-    ]
-    parts += [_finding(finding) for finding in findings]
+    parts: list[RenderableType] = [_summary(result)]
+    parts += [_finding(finding) for finding in result["findings"]]
     by_place: dict[str, list[dict[str, str]]] = {}
     for examined in result["looked_at"]:
         by_place.setdefault(examined["where"], []).append(examined)
     parts += [_checklist(where, checks) for where, checks in by_place.items()]
     return parts
+
+
+def _summary(result: Result) -> Group:
+    """The number of faults and of checks, and what was not measured, a line for each."""
+    num_faults = len(result["findings"])
+    outcomes = [check["outcome"] for check in result["looked_at"]]
+    num_open = outcomes.count("not measured")
+    found = "no fault" if num_faults == 0 else _count(num_faults, "fault")
+    checks = _count(len(outcomes) - num_open, "check")
+    summary = f"{printable(result['subject'])}: {found} found in {checks}"
+    if num_open:
+        summary += f"; {num_open} not measured"
+    lines = [hanging(summary, 0)]
+    for text in result["not_measured"]:
+        lines.append(hanging(f"not measured: {printable(text)}", 4))
+    return Group(*lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _finding(finding: dict[str, str]) -> Group:

@@ -36,6 +36,10 @@ _IN_OPTIONS = {
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
+class NoModelError(InputError):
+    """A model that is nowhere."""
+
+
 @contextlib.contextmanager
 def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
     """See that a model is here, in the cache, or on a hub that answers; while none does, nothing asks it again.
@@ -69,7 +73,7 @@ def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
         why = f"{constants.ENDPOINT} cannot be reached"
         if was_offline:
             why = f"{_OFFLINE} is set"
-        raise InputError(
+        raise NoModelError(
             f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
             f"{_neighbour(Path(name))}"
         )
@@ -111,7 +115,7 @@ def quantization_in_training(quant: str | None, dtype: str | None) -> Any:
     """Make what `merge_checkpoint` and others take for how a base was quantized.
 
     Args:
-        quant: One of ``QUANTS``, or ``None`` where it was not told.
+        quant: The word for a ``QuantKind``, or ``None`` where it was not told.
         dtype: The dtype that 4-bit layers compute in; ``None`` for the library's
             default.
 
@@ -134,7 +138,7 @@ def _is_here(name: str) -> bool:
         _check_model(path)
         return True
     if _NAME.fullmatch(name) is None or name.endswith(".json"):
-        raise InputError(f"there is no model at {name!r}{_neighbour(path)}")
+        raise NoModelError(f"there is no model at {name!r}{_neighbour(path)}")
     return False
 
 
@@ -150,11 +154,17 @@ def _check_model(path: Path) -> None:
     is_adapter = path.is_dir() or path.name == _ADAPTER_CONFIG
     if is_adapter and (folder / _ADAPTER_CONFIG).is_file():
         base = _base_of(folder / _ADAPTER_CONFIG)
-        raise InputError(
+        raise NoModelError(
             f"{str(path)!r} is an adapter: give the model that it was trained on{base}"
         )
     if path.is_dir():
-        raise InputError(f"there is no config.json in {str(path)!r}")
+        raise NoModelError(
+            f"there is no config.json in {str(path)!r}: expected the folder of a model"
+        )
+    if path.suffix != ".json":
+        raise InputError(
+            f"expected a folder, a config.json or a name on the hub, found the file {str(path)!r}"
+        )
 
 
 def _base_of(config: Path) -> str:
@@ -217,7 +227,7 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
 
     Args:
         model: A folder, a ``config.json``, or a name on the hub.
-        quant: One of ``QUANTS``; ``None`` for the model's own, or else nf4.
+        quant: The word for a ``QuantKind``; ``None`` for the model's own, or else nf4.
         dtype: The dtype that 4-bit layers compute in.
 
     Returns:

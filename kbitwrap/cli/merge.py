@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import ConfigError, ExportReport
-from .adapters import check_adapter, is_unrecorded, named_base
+from .adapters import asking_for_base, check_adapter, is_unrecorded, named_base
 from .console import EXIT_DONE, InputError, check_folder, say, warnings_for
 from .convert import write
 from .hub import models, quantization_in_training
@@ -190,7 +190,8 @@ def command(
             notes.append(_with_options(note))
         return replace(report, notes=tuple(notes))
 
-    with models(base, trust_remote_code):
+    is_named = second is None and adapter is not None
+    with asking_for_base(is_named), models(base, trust_remote_code):
         doing = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
         status = write(merge, doing, as_json=json_)
         if status == EXIT_DONE and check:

@@ -13,7 +13,6 @@ import typer
 from rich.console import Group, RenderableType
 
 from .. import Precision
-from ..bench.settings import QUANTS
 from .console import (
     EXIT_DONE,
     EXIT_NO,
@@ -32,8 +31,9 @@ from .trainers import TRAINERS
 from .usage import (
     DEFAULT_QUANT,
     HALF_DTYPES,
-    KINDS_OF_NF4,
+    KINDS_OF_4_BITS,
     PRECISIONS,
+    QUANTS,
     Json,
     argument,
     at_most_one,
@@ -85,7 +85,7 @@ _Quant = Annotated[
     choice(
         "--quant",
         QUANTS,
-        f"Quantization: {KINDS_OF_NF4}; {DEFAULT_QUANT}, if left out. A model that is quantized already keeps its "
+        f"Quantization: {KINDS_OF_4_BITS}; {DEFAULT_QUANT}, if left out. A model that is quantized already keeps its "
         "own; none dequantizes it, where transformers can.",
     ),
 ]

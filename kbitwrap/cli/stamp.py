@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from .adapters import check_adapter, is_unrecorded, named_base
+from .adapters import asking_for_base, check_adapter, is_unrecorded, named_base
 from .console import EXIT_DONE, InputError, first_line, say, show_json, warnings_for
 from .hub import quantization_in_training, working
 from .usage import (
@@ -64,8 +64,10 @@ def command(
         InputError: There is no usable base or adapter, or there is a manifest already.
     """
     check_adapter(adapter)
+    is_named = base is None
     base = base or named_base(adapter)
-    with working(base, f"stamping {adapter}", trust_remote_code):
+    doing = working(base, f"stamping {adapter}", trust_remote_code)
+    with asking_for_base(is_named), doing:
         if base and quant is None and is_unrecorded(base, adapter):
             raise InputError(
                 f"it is not known how the base {base!r} was quantized in training: no config says it; give --quant. "

@@ -13,22 +13,25 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .. import ConfigError, Precision, PrepareConfig
-from ..bench.settings import QUANTS
+from .. import ConfigError, Precision, PrepareConfig, QuantKind
 from .help import of_command
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 PRECISIONS = tuple(precision.value for precision in Precision)
+QUANTS = tuple(kind.value for kind in QuantKind)
 HALF_DTYPES = ("bfloat16", "float16")
 DEFAULT_QUANT = "nf4"
 BUILT_IN = "built-in byte-level Llama"  # what demo runs on by default
-KINDS_OF_NF4 = "nf4 is without double quantization, nf4-double with it; load_in_4bit=True alone makes fp4"
+KINDS_OF_4_BITS = (
+    "nf4 and fp4 are without double quantization, nf4-double and fp4-double with it; "
+    "load_in_4bit=True alone makes fp4"
+)
 QUANT_BY_CONFIG = (
     "By the BitsAndBytesConfig of the training script, --quant is int8 for load_in_8bit=True; for load_in_4bit=True it "
-    "is fp4, or nf4 with bnb_4bit_quant_type='nf4', or nf4-double with bnb_4bit_use_double_quant=True as well. Without "
-    "such a config it is none"
+    "is fp4, or nf4 with bnb_4bit_quant_type='nf4'; with bnb_4bit_use_double_quant=True as well, fp4-double or "
+    "nf4-double. Without such a config it is none"
 )
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
 _OTHER_WORDS = {"fp16": "float16", "bf16": "bfloat16"}
@@ -198,7 +201,7 @@ QuantInTraining = Annotated[
         "--quant",
         QUANTS,
         "How BASE was quantized in training, where neither its config nor a manifest says it: "
-        f"{KINDS_OF_NF4}. Other settings than in training give other weights.",
+        f"{KINDS_OF_4_BITS}. Other settings than in training give other weights.",
     ),
 ]
 DtypeOfBase = Annotated[

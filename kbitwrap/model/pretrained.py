@@ -192,6 +192,24 @@ def load_pending(
     return model, missing
 
 
+def layers_to_quantize(model: Any, quantization_config: Any) -> dict[str, nn.Module]:
+    """The layers that bitsandbytes makes of a loaded model's, by their fqns.
+
+    They are without weights, which `make_pending` gives them.
+    """
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    meta: Any = meta_model(config, dtype=model.dtype)
+    quantizer = _quantizer(config, quantization_config)
+    quantizer.preprocess_model(model=meta, dtype=model.dtype, device_map={"": "cpu"})
+    layers = {}
+    for fqn, module in meta.named_modules():
+        if is_quantized_layer(module):
+            layers[fqn] = module
+
+    return layers
+
+
 def _loading_class(config: Any, trust_remote_code: bool) -> Any:
     """The model's class, or an Auto class of transformers.
 
@@ -208,18 +226,24 @@ def _loading_class(config: Any, trust_remote_code: bool) -> Any:
 
 
 def _refuse_larger(folder: Path) -> None:
-    """Raise where a config describes far more than the files of its folder hold.
+    """Raise where a config describes far more than the files of its folder hold, or there are none.
 
     Loading would allocate it.
     """
-    bare = read_config(folder)
-    bare.quantization_config = None
-    num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
-    num_bytes = sum(
+    sizes = [
         path.stat().st_size
         for path in folder.iterdir()
         if path.suffix in (".safetensors", ".bin")
-    )
+    ]
+    if not sizes:
+        raise ConfigError(
+            f"cannot load a model from {os.fspath(folder)!r}: there is no .safetensors or .bin file with weights in it"
+        )
+
+    bare = read_config(folder)
+    bare.quantization_config = None
+    num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
+    num_bytes = sum(sizes)
     if num_elements > 16 * num_bytes + (1 << 26):
         raise ConfigError(
             f"the config of {os.fspath(folder)!r} describes {num_elements:,} values, and its files hold {num_bytes:,} "

@@ -112,8 +112,10 @@ def test_a_float32_model_is_clean_and_said_to_tell_nothing(capsys: pytest.Captur
     assert "nothing tells a preparation from a model trained in float32; if the original was half:" in out
     assert out.endswith("--out DST --dtype bfloat16")
     assert run_json(capsys, "doctor", zoo.checkpoint("llama"))[1]["not_measured"] == [
+        "whether it is a merge, and how much of the adapter it holds: give the adapter that was merged (adapter, "
+        "--adapter)",
         "whether a preparation left float32: all is float32, as the config says; if the original was half: "
-        "`kbitwrap convert --dtype bfloat16`"
+        "`kbitwrap convert --dtype bfloat16`",
     ]
 
 
@@ -395,7 +397,7 @@ def test_an_adapter_that_is_not_there_is_looked_for_on_no_hub(
     assert "there is no folder 'some-adapter'" in err
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8"])
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
 def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record(
     quant: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

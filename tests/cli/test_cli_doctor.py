@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kbitwrap import doctor
 from kbitwrap.cli import main
 from support import training, zoo
 
+GIVE_ADAPTER = "give the adapter that was merged (adapter, --adapter)"
 NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
 
 
@@ -37,7 +39,8 @@ def broken(adapter: Path, tmp_path: Path) -> Path:
 def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(adapter)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{adapter}: no faults found",
+        f"{adapter}: no fault found in 5 checks; 1 not measured",
+        f"not measured: whether the base is the manifest's, and unchanged: {NO_MANIFEST}",
         "",
         f"looked at in {adapter}:",
         "  files: fine: adapters, weights and configs can be read",
@@ -52,10 +55,10 @@ def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pyt
 def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{broken}: 1 fault found"
-    assert lines[2:4] == ["an adapter is not finite", f"  where: {broken}"]
-    assert lines[4].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
-    assert lines[5].startswith("  remedy: ")
+    assert lines[0] == f"{broken}: 1 fault found in 5 checks; 1 not measured"
+    assert lines[3:5] == ["an adapter is not finite", f"  where: {broken}"]
+    assert lines[5].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
+    assert lines[6].startswith("  remedy: ")
     assert "  adapter values: fault: an adapter is not finite" in lines
 
 
@@ -69,7 +72,7 @@ def test_doctor_measures_with_a_base_and_an_adapter(
 ) -> None:
     zoo.load("llama").save_pretrained(tmp_path / "base")
     assert main(["doctor", str(tmp_path / "base")]) == 0
-    assert "  merge: not measured: give the folders of both" in capsys.readouterr().out
+    assert f"  merge: not measured: {GIVE_ADAPTER}" in capsys.readouterr().out
     training.adapt("llama", zoo.load("llama")).merge_and_unload().save_pretrained(tmp_path / "merged")
     options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "base"), *options]) == 1
@@ -92,7 +95,7 @@ def test_doctor_says_first_that_a_merge_is_one(
     assert first == "a merge: 100.0% of what the adapter learned, added to the weights that it was trained on"
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8"])
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
 def test_doctor_finds_the_quantization_that_nothing_records_and_says_so(
     quant: str, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +108,7 @@ def test_doctor_finds_the_quantization_that_nothing_records_and_says_so(
     taken = f"in {quant}, which the checkpoint fits"
     onto = f"added to the base's weights {taken}; nothing records whether it was trained on these"
     assert said.startswith(f"a merge: 100.0% of what the adapter learned, {onto}")
-    assert f"nothing records it, so the base's weights were taken {taken}; give the quantization" in said
+    assert f"nothing records the base's quantization, so its weights were taken {taken}; give the quantization" in said
 
 
 def test_an_adapter_on_embeddings_alone_fits_a_quantization_too(
@@ -134,6 +137,182 @@ def test_doctor_does_not_say_that_an_adapter_was_trained_on_a_base_that_nothing_
     assert main(["doctor", base, *options]) == 1
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("not a merge onto the base's weights as they are: ")
+
+
+# ----------------------------------------------------------------------------------------------------
+# A merge of which not all is given.
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, an adapter that names it, and their merge."""
+    folder = tmp_path_factory.mktemp("run")
+    base: Any = zoo.load("llama", quant=None)
+    base.save_pretrained(folder / "base")
+    adapted = training.adapt("llama", base)
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    adapted.save_pretrained(folder / "adapter")
+    assert main(["merge", str(folder / "adapter"), "--out", str(folder / "merged"), "--quant", "nf4"]) == 0
+    return folder
+
+
+def name_base(run: Path, folder: Path, name: str | None) -> Path:
+    """A copy of the adapter whose config names another base."""
+    shutil.copytree(run / "adapter", folder)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["base_model_name_or_path"] = name
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_doctor_takes_the_base_that_the_adapter_names_and_says_so(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("a merge: 100.0% of what the adapter learned")
+    named = f"the base is {str(run / 'base')!r}, which the config of the adapter names"
+    assert err.splitlines()[-1] == f"kbitwrap: note: {named}"
+    assert main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter"), "--base", ""]) == 2
+    assert capsys.readouterr().err.startswith("kbitwrap: error: expected a folder")
+
+
+def test_an_adapter_that_names_no_base_needs_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = name_base(run, tmp_path / "adapter", None)
+    assert main(["doctor", str(run / "merged"), "--adapter", str(adapter)]) == 2
+    said = f"the config of the adapter in {str(adapter)!r} names no base: give it (--base)"
+    assert capsys.readouterr() == ("", f"kbitwrap: error: {said}\n")
+    assert main(["doctor", str(run / "merged"), "--adapter", str(adapter), "--base", str(run / "base")]) == 0
+    assert "note" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["doctor", "merge", "stamp"])
+def test_a_base_that_only_the_adapter_names_and_that_is_nowhere_is_asked_for(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = name_base(run, tmp_path / "adapter", "/home/someone/base")
+    arguments = {
+        "doctor": ["doctor", str(run / "merged"), "--adapter", str(adapter)],
+        "merge": ["merge", str(adapter), "--out", str(tmp_path / "out"), "--quant", "nf4"],
+        "stamp": ["stamp", str(adapter), "--quant", "nf4"],
+    }
+    assert main(arguments[command]) == 2
+    missing = "there is no model at '/home/someone/base'; the config of the adapter names it: give BASE"
+    assert capsys.readouterr() == ("", f"kbitwrap: error: {missing}\n")
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+def test_the_first_lines_say_that_a_merge_was_not_measured(
+    with_base: bool, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = run / "merged"
+    options = ["--base", str(run / "base")] if with_base else []
+    assert main(["doctor", str(merged), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        f"{merged}: no fault found in 3 checks; 1 not measured",
+        f"not measured: whether it is a merge, and how much of the adapter it holds: {GIVE_ADAPTER}",
+        "",
+    ]
+    assert not any("kbitwrap.json" in line for line in lines)
+    report = doctor(merged, adapter=run / "adapter")
+    assert report.merge is None
+    assert "not measured: 1" in str(report).splitlines()[0]
+
+
+def test_a_folder_that_is_compared_with_the_dequantized_base_is_not_asked_for_an_adapter(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, base = tmp_path / "served", str(run / "base")
+    assert main(["merge", base, "--no-adapter", "--out", str(served), "--quant", "nf4"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", str(served), "--base", base, "--quant", "nf4"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [f"{served}: no fault found in 4 checks", ""]
+    assert main(["doctor", str(run / "merged"), "--base", base, "--quant", "nf4"]) == 1
+    assert "if an adapter was merged into it, give that (adapter, --adapter)" in capsys.readouterr().out
+
+
+def test_a_quantization_without_a_base_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(run / "merged"), "--quant", "nf4"]) == 2
+    said = "--quant says how a base was quantized: give --adapter, or --base"
+    assert capsys.readouterr() == ("", f"kbitwrap: error: {said}\n")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What cannot be examined.
+# ----------------------------------------------------------------------------------------------------
+
+
+WRONG = {
+    "--base base --adapter merged": (
+        "there is no adapter_config.json in '{}/merged', which holds a model: ADAPTER is the folder of a saved adapter"
+    ),
+    "--base adapter --adapter adapter": (
+        "'{}/adapter' is an adapter: give the model that it was trained on, '{}/base'"
+    ),
+    "--base base --adapter adapter/adapter_model.safetensors": (
+        "there is no folder '{}/adapter/adapter_model.safetensors': ADAPTER is the folder of a saved adapter"
+    ),
+    "--base base/model.safetensors --adapter adapter": (
+        "expected a folder, a config.json or a name on the hub, found the file '{}/base/model.safetensors'"
+    ),
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_folders_that_were_exchanged_are_told(options: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, adapter = [str(run / word) for word in options.split() if not word.startswith("--")]
+    said = f"kbitwrap: error: {WRONG[options].replace('{}', str(run))}\n"
+    assert main(["doctor", str(run / "merged"), "--base", base, "--adapter", adapter]) == 2
+    assert capsys.readouterr() == ("", said)
+    assert main(["merge", base, adapter, "--out", str(run / "out"), "--quant", "nf4"]) == 2
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapter/adapter_model.safetensors"])
+def test_an_adapter_in_place_of_the_merged_folder_is_told(
+    name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(run / name), "--adapter", str(run / "adapter")]) == 2
+    said = f"{str(run / name)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
+    assert capsys.readouterr() == ("", f"kbitwrap: error: {said}\n")
+
+
+def test_the_newest_checkpoint_is_named_where_the_folder_of_a_run_was_given(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoint-9", "checkpoint-10"):
+        shutil.copytree(run / "adapter", tmp_path / name)
+    newest = str(tmp_path / "checkpoint-10")
+    assert main(["doctor", str(run / "merged"), "--adapter", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f"ADAPTER is the folder of a saved adapter, such as {newest!r}\n")
+    assert main(["doctor", str(run / "merged"), "--adapter", newest]) == 0
+
+
+def test_files_that_no_model_is_loaded_from_are_told(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    file, folder = tmp_path / "model.gguf", tmp_path
+    said = {
+        file: f"{str(file)!r}: expected a folder, or a .safetensors or .bin file",
+        folder: f"{str(folder)!r}: expected a checkpoint, an adapter or a Trainer's output, found no .safetensors or "
+        ".bin file with weights",
+    }
+    for path, message in said.items():
+        assert main(["doctor", str(path)]) == 2
+        assert capsys.readouterr() == ("", f"kbitwrap: error: {message}\n")
+    shutil.copy(run / "base" / "config.json", folder)
+    options = ["--base", str(folder), "--adapter", str(run / "adapter")]
+    assert main(["doctor", str(run / "merged"), *options]) == 2
+    no_weights = f"cannot load a model from {str(folder)!r}: there is no .safetensors or .bin file with weights in it"
+    assert capsys.readouterr() == ("", f"kbitwrap: error: {no_weights}\n")
+    config = str(run / "base" / "config.json")
+    assert main(["doctor", str(run / "merged"), "--base", config, "--adapter", str(run / "adapter")]) == 2
+    of_a_file = f"cannot load a model from the file {config!r}: give its folder"
+    assert capsys.readouterr() == ("", f"kbitwrap: error: {of_a_file}\n")
 
 
 @pytest.mark.parametrize("options", [[], ["--base", "absent", "--adapter", "absent"]])

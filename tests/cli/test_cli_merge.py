@@ -217,7 +217,7 @@ def test_a_stamp_needs_an_adapter(capsys: pytest.CaptureFixture[str], tmp_path: 
     )
 
 
-@pytest.mark.parametrize("quant", ["nf4", "fp4", "int8", "none"])
+@pytest.mark.parametrize("quant", ["nf4", "fp4", "fp4-double", "int8", "none"])
 def test_another_quantization_than_the_manifest_records_is_told_before_anything_is_loaded(
     quant: str,
     recorded: Path,

@@ -191,7 +191,7 @@ def on_terminal(program: str, **variables: str) -> str:
     ("typed", "words"),
     [
         ("kbitwrap pl", ["plan"]),
-        ("kbitwrap plan m --quant ", ["nf4", "nf4-double", "fp4", "int8", "none"]),
+        ("kbitwrap plan m --quant ", ["nf4", "nf4-double", "fp4", "fp4-double", "int8", "none"]),
         ("kbitwrap plan --me", None),
     ],
 )

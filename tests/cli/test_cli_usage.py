@@ -28,7 +28,7 @@ WRONG = {
     "plan m json": "unexpected argument 'json'; did you mean '--json'?",
     "plan m --memory": "no option '--memory'; did you mean '--memory-budget'?",
     "plan m --json=1": "--json: expected no value",
-    "plan m --quant": "--quant: expected nf4|nf4-double|fp4|int8|none, found nothing",
+    "plan m --quant": "--quant: expected nf4|nf4-double|fp4|fp4-double|int8|none, found nothing",
     "plan m --precision norm": "found 'norm'; did you mean 'norms'?",
     "plan m --precision full half": "unexpected argument 'half'",
     "plan m --memory-budget -5MiB": "--memory-budget: expected a number of bytes such as 536870912 or '512MiB'",

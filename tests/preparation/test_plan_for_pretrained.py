@@ -372,7 +372,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, di
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "int8", "none"])
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8", "none"])
 def test_the_command_prints_the_plans_figures(capsys: pytest.CaptureFixture[str], quant: str) -> None:
     zoo.checkpoint("llama")
     capsys.readouterr()
@@ -426,7 +426,7 @@ def test_the_budget_decides(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "kbitwrap plan: error: MODEL is missing"),
-        (["MODEL", "--quant", "int3"], "--quant: expected one of nf4, nf4-double, fp4, int8, none, found 'int3'"),
+        (["MODEL", "--quant", "int3"], "--quant: expected one of nf4, nf4-double, fp4, fp4-double, int8, none, found"),
         (["MODEL", "--dtype", "float32"], "--dtype: expected one of bfloat16, float16, found 'float32'"),
         (
             ["MODEL", "--precision", "half"],

@@ -164,9 +164,9 @@ def _image_patches(config: PretrainedConfig, generator: torch.Generator, dtype: 
 # ----------------------------------------------------------------------------------------------------
 
 _HALVES = (torch.bfloat16, torch.float16)
-_QUANTS = ("nf4", "nf4-double", "fp4", "int8")
+_QUANTS = ("nf4", "nf4-double", "fp4", "int8", "fp4-double")
 # For linears called with four-dimensional inputs: bitsandbytes' 8-bit CPU kernel takes at most three.
-_FOUR_BIT = ("nf4", "nf4-double", "fp4")
+_FOUR_BIT = ("nf4", "nf4-double", "fp4", "fp4-double")
 
 
 @dataclass(frozen=True)
@@ -735,7 +735,8 @@ def load(
 
     Args:
         name: A key of `ARCHITECTURES`.
-        quant: `"nf4"`, `"nf4-double"` (double quantization), `"fp4"`, `"int8"`, or `None` for unquantized.
+        quant: `"nf4"`, `"nf4-double"` (double quantization), `"fp4"`, `"fp4-double"`, `"int8"`, or `None` for
+            unquantized.
         dtype: The dtype of what is not quantized, and the compute dtype of what is.
         num_hidden_layers: How many layers to load; all where none is said.
         eval_mode: Leave the model in evaluation mode, as `from_pretrained` does; otherwise in training mode.

@@ -1,0 +1,66 @@
+"""The quantization of a base that nothing records is told by a merged weight, with the base loaded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kbitwrap import QuantKind, doctor, merge_checkpoint
+from kbitwrap.bench.settings import quantization_config
+from kbitwrap.checkpoints import fitting
+from kbitwrap.checkpoints.adapters import read_adapter
+from kbitwrap.checkpoints.sides import read_merged
+from support import training, zoo
+from support.thorough import each_once
+
+KINDS = [kind for kind in QuantKind if kind is not QuantKind.NONE]
+
+
+def make(name: str, folder: Path, dtype: torch.dtype, **lora: Any) -> tuple[Path, Path]:
+    """A base that is saved in a dtype, and an adapter."""
+    base, adapter = folder / "base", folder / "adapter"
+    zoo.load(name, None, dtype).save_pretrained(base)
+    training.adapt(name, zoo.load(name), **lora).save_pretrained(adapter)
+    return base, adapter
+
+
+# What is merged, the dtype that its base is saved in, and the adapter.
+CASES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    ("llama", torch.bfloat16, {}),
+    ("llama", torch.float32, {}),
+    ("llama", torch.bfloat16, {"use_dora": True}),
+    ("llama", torch.bfloat16, {"modules_to_save": True}),
+    ("gpt2", torch.bfloat16, {}),  # weights that lie transposed
+]
+
+
+@pytest.mark.parametrize(("case", "kind"), each_once(CASES, KINDS))
+def test_the_quantization_is_found_and_the_base_is_loaded_once(
+    case: tuple[str, torch.dtype, dict[str, Any]], kind: QuantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, saved_in, lora = case
+    base, adapter = make(name, tmp_path, saved_in, **lora)
+    config = quantization_config(kind, torch.bfloat16)
+    merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=config, dtype=torch.bfloat16)
+    loaded = []
+    load = fitting.load_adapted
+
+    def counted(*arguments: Any) -> Any:
+        loaded.append(arguments)
+        return load(*arguments)
+
+    monkeypatch.setattr(fitting, "load_adapted", counted)
+    merged = read_merged(tmp_path / "merged")
+    found = fitting.fitting_quantization(merged, base, read_adapter(adapter), torch.bfloat16)
+    assert found is not None
+    assert (found.kind, len(loaded)) == (kind, 1)
+
+
+def test_no_quantization_is_found_where_the_base_was_merged_as_it_is(tmp_path: Path) -> None:
+    base, adapter = make("llama", tmp_path, torch.bfloat16)
+    merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=False)
+    assert fitting.fitting_quantization(read_merged(tmp_path / "merged"), base, read_adapter(adapter), None) is None
+    assert doctor(tmp_path / "merged", base=base, adapter=adapter).merge.assumed == "as they are"
