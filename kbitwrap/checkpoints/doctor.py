@@ -63,9 +63,11 @@ def doctor(
     base: Any = None,
     adapter: Any = None,
     quantization_config: Any = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
     progress: bool | Told = False,
 ) -> DoctorReport:
-    """Look for faults that raise no error. Nothing is changed, and no code in a file is run.
+    """Look for faults that raise no error. Nothing is changed, and no code in a file is run unless that is asked for.
 
     Of files, headers are read first, then adapters and tied weights. A base that is
     given is loaded. With a base and an adapter a merged checkpoint is measured, whatever
@@ -81,6 +83,10 @@ def doctor(
         quantization_config: How the base was quantized in training, as for
             ``merge_checkpoint``, where neither its config nor the adapter's manifest
             says it.
+        device: The device to quantize a base on with which a folder is compared; ``None``
+            for the accelerator if there is one, else the CPU. A merge is measured on the
+            CPU.
+        trust_remote_code: Run the code that the base's folder brings along.
         progress: Show a bar of the tensors that are measured, on a terminal; or a
             function that is called with how many of how many were.
 
@@ -99,7 +105,7 @@ def doctor(
         >>> kbitwrap.doctor(torch.nn.Linear(2, 2)).findings
         ()
     """
-    given = Given(base, adapter, quantization_config)
+    given = Given(base, adapter, quantization_config, device, trust_remote_code)
     examination = Examination()
     with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
         if isinstance(path_or_model, nn.Module):

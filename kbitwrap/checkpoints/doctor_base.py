@@ -77,7 +77,8 @@ def recorded_base(folder: Folder) -> Result | None:
         if isinstance(base, nn.Module):
             manifest.check(base)
         else:
-            load_base(base, None, manifest, device=device)
+            trust = given.trust_remote_code
+            load_base(base, None, manifest, device=device, trust_remote_code=trust)
     except ManifestMismatchError as error:
         name = manifest.model.name_or_path
         return fault(
@@ -319,4 +320,4 @@ def tells_dequantized(given: Given) -> bool:
         return False
 
     is_given = given.quantization_config is not None
-    return is_given or is_told(given.base, None, None)
+    return is_given or is_told(given.base, None, None, given.trust_remote_code)

@@ -116,7 +116,8 @@ def dequantized_base(folder: Folder) -> Result | None:
         None,
         given.quantization_config,
         _dtype_in_training(given, found),
-        accelerator_type() or "cpu",
+        given.device or accelerator_type() or "cpu",
+        given.trust_remote_code,
     )
     expected = plain_side(trained.model, is_merged=False).saved
     wrong = [fqn for fqn in found.tensors if fqn not in expected]
@@ -155,7 +156,7 @@ def _is_told(given: Given, manifest: Manifest | None) -> bool:
     if given.adapter is not None:
         with contextlib.suppress(ConfigError):  # measuring says what is wrong with it
             saved = read_adapter(Path(given.adapter))
-    return is_told(given.base, saved, manifest)
+    return is_told(given.base, saved, manifest, given.trust_remote_code)
 
 
 def _quantization_of(subject: Subject) -> Any:
@@ -173,7 +174,8 @@ def _fitting(merged: MergedSide, given: Given) -> tuple[Any, str]:
     """The quantization of the base that a checkpoint fits, and the form that this gives the weights."""
     saved = read_adapter(Path(given.adapter))
     dtype = _dtype_in_training(given, merged)
-    fitting = fitting_quantization(merged, given.base, saved, dtype)
+    trust = given.trust_remote_code
+    fitting = fitting_quantization(merged, given.base, saved, dtype, trust)
     if fitting is None:
         return False, "as they are"
     return fitting.config, f"in {fitting.kind}, which the checkpoint fits"
@@ -188,7 +190,15 @@ def _measure(
 ) -> MergeMeasure:
     saved = read_adapter(Path(given.adapter))
     dtype = None if manifest is not None else _dtype_in_training(given, merged)
-    trained, adapted = load_adapted(given.base, saved, manifest, quantization, dtype)
+    trained, adapted = load_adapted(
+        given.base,
+        saved,
+        manifest,
+        quantization,
+        dtype,
+        "cpu",
+        given.trust_remote_code,
+    )
     measured = measure_merge(merged, adapted, saved, given.base, progress)
     trained.finish_check()
     return measured
@@ -199,7 +209,7 @@ def _dtype_in_training(given: Given, merged: MergedSide) -> torch.dtype | None:
 
     Such a base is trained on in half where it is quantized, and merged in that.
     """
-    own = find_dtype(read_config(given.base).dtype)
+    own = find_dtype(read_config(given.base, given.trust_remote_code).dtype)
     if own in HALF_DTYPES or merged.dtype not in HALF_DTYPES:
         return None
 

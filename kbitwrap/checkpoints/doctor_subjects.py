@@ -63,11 +63,16 @@ class Given:
         adapter: The folder of the adapter that may have been merged, or ``None``.
         quantization_config: How the base was quantized in training, as for
             `merge_checkpoint`.
+        device: The device to dequantize a base on; ``None`` for the accelerator if there
+            is one, else the CPU.
+        trust_remote_code: Run the code that the base's folder brings along.
     """
 
     base: Any
     adapter: Any
     quantization_config: Any = None
+    device: Any = None
+    trust_remote_code: bool = False
 
     @property
     def tells_merge(self) -> bool:

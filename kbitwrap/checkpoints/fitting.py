@@ -43,6 +43,7 @@ def fitting_quantization(
     base: StrPath,
     saved: SavedAdapter,
     dtype: torch.dtype | None,
+    trust_remote_code: bool = False,
 ) -> Fitting | None:
     """The quantization whose values, with the adapter merged, one weight of a checkpoint holds.
 
@@ -50,7 +51,7 @@ def fitting_quantization(
     bitsandbytes. The base is loaded once, unquantized; of its weights one alone is
     quantized, in each kind.
     """
-    trained, adapted = _load(base, saved, dtype)
+    trained, adapted = _load(base, saved, dtype, trust_remote_code)
     side = plain_side(adapted, is_merged=False)
     name = _quantized_weight(trained.model, side, saved, merged)
     if name is None:
@@ -84,13 +85,16 @@ def _configs() -> dict[QuantKind, Any]:
 
 
 def _load(
-    base: StrPath, saved: SavedAdapter, dtype: torch.dtype | None
+    base: StrPath,
+    saved: SavedAdapter,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
 ) -> tuple[TrainedBase, nn.Module]:
     """The base, unquantized, and the same with the adapter on it."""
     with warnings.catch_warnings():
         # the layers that were trained were quantized, and lay otherwise
         warnings.filterwarnings("ignore", r"fan_in_fan_out is set to", UserWarning)
-        return load_adapted(base, saved, None, False, dtype)
+        return load_adapted(base, saved, None, False, dtype, "cpu", trust_remote_code)
 
 
 def _quantized_weight(

@@ -22,7 +22,15 @@ from .console import (
 )
 from .hub import quantization_in_training, working
 from .tables import table
-from .usage import Json, QuantInTraining, argument, path, value
+from .usage import (
+    Json,
+    QuantInTraining,
+    TrustRemoteCode,
+    argument,
+    device,
+    path,
+    value,
+)
 
 _MOST_TENSORS = 5  # of a wrong merge, in its table
 SUMMARY = "Look for faults of a saved run that raise no error."
@@ -31,8 +39,9 @@ HELP = """Look for faults of a saved run that raise no error.
 PATH is a checkpoint, an adapter or a Trainer's output folder. doctor looks for these faults: float32 left by a
 preparation, another base than the manifest's, adapters that are zero, not finite or of another dtype, layers and
 experts that were never quantized, tied weights that came apart, use_cache left off, idle devices, a merge into 4-bit
-weights, an optimizer that trained what was not saved, a save that was interrupted, a tokenizer with more ids than the
-embeddings have rows. Each check made is printed: fine, fault, or not measured and why. No code in a file is run.
+weights, scales in another order than their weights, an optimizer that trained what was not saved, a save that was
+interrupted, a tokenizer with more ids than the embeddings have rows. Each check made is printed: fine, fault, or not
+measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.
 
 Is a merged model what was trained? With --adapter every tensor of PATH is compared with the adapter and its base,
 whatever tool merged them: how much of what the adapter learned is there, and what is wrong where it is not. With --base
@@ -63,6 +72,17 @@ def command(
         ),
     ] = None,
     quant: QuantInTraining = None,
+    device: Annotated[
+        str | None,
+        value(
+            "--device",
+            "DEVICE",
+            device,
+            "The device to quantize BASE on, where PATH is compared with the dequantized base; cuda if there is one, "
+            "else cpu.",
+        ),
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
     """Examine, and print what was found. 1 if that was a fault, else 0.
@@ -82,7 +102,7 @@ def command(
         _refuse_adapter(path)
         if base is None:
             base, is_named = _base_of(adapter), True
-    examining = working(base, f"examining {path}")
+    examining = working(base, f"examining {path}", trust_remote_code)
     with asking_for_base(is_named), examining as doing:
         from .. import KbitWrapError, doctor  # not before: they load torch
 
@@ -96,6 +116,8 @@ def command(
                 base=base,
                 adapter=adapter,
                 quantization_config=quantization,
+                device=device,
+                trust_remote_code=trust_remote_code,
                 progress=tell,
             )
         except (KbitWrapError, OSError) as error:

@@ -254,6 +254,31 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
     )
 
 
+def described_by(model: str, trust_remote_code: bool) -> Any:
+    """What the library builds a model from.
+
+    Args:
+        model: A folder, a ``config.json``, or a name on the hub.
+        trust_remote_code: Run the code that it brings along.
+
+    Returns:
+        The same, or the config that its own code reads.
+
+    Raises:
+        InputError: That code cannot read it.
+    """
+    if not trust_remote_code:
+        return model
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=True)
+    except Exception as error:  # whatever the code of others raises
+        raise InputError(
+            f"cannot read a config from {model!r}: {first_line(error)}"
+        ) from error
+
+
 def own_quantization(model: str) -> dict[str, Any] | None:
     """Read the quantization that the config of a model names.
 

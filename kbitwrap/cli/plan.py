@@ -24,7 +24,7 @@ from .console import (
     show_json,
     warned,
 )
-from .hub import choose_quantization, refusing, working
+from .hub import choose_quantization, described_by, refusing, working
 from .plot import check_plot, draw
 from .tables import Bars, add_column, figure, table
 from .trainers import TRAINERS
@@ -35,6 +35,7 @@ from .usage import (
     PRECISIONS,
     QUANTS,
     Json,
+    TrustRemoteCode,
     argument,
     at_most_one,
     choice,
@@ -68,8 +69,8 @@ The first says whether a step of QLoRA fits 7 GiB, and which sequences and batch
 SFTTrainer, with its own defaults, on a GPU of 24 GB. The third is about preparing alone: what each precision and PEFT's
 prepare_model_for_kbit_training add to the loaded model.
 
-No weight is read, no GPU is needed, and no code of the model's folder is run. A precision is a way to prepare: norms is
-the default, and full is what PEFT's function does. The output explains each that it shows.
+No weight is read, and no GPU is needed. A precision is a way to prepare: norms is the default, and full is what PEFT's
+function does. The output explains each that it shows.
 
 Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad
 input."""
@@ -281,6 +282,7 @@ def command(
     memory_budget: _MemoryBudget = None,
     plot: _Plot = None,
     overwrite: _Overwrite = False,
+    trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
     """Plan, and print what was planned.
@@ -323,9 +325,10 @@ def command(
     if not step:
         # With a budget all are planned, so that those that fit can be named.
         wanted = () if memory_budget is not None else (precision or ())
-        with working(model, f"planning for {model}"):
+        with working(model, f"planning for {model}", trust_remote_code):
             quantization = choose_quantization(model, quant, dtype)
-            plans = _plans(model, quantization.config, dtype, wanted)
+            source = described_by(model, trust_remote_code)
+            plans = _plans(model, source, quantization.config, dtype, wanted)
         asked = {name: plans[name] for name in plans if name in (precision or plans)}
         loaded_in = quantization.name if quantization.config is not None else None
         planned = Planned(model, dtype, memory_budget, plans, asked, loaded_in)
@@ -348,6 +351,7 @@ def command(
         has_liger=liger,
         engine=engine,
         num_devices=devices or 1,
+        trust_remote_code=trust_remote_code,
     )
     predicted = predict_steps(request, precision or (*PRECISIONS, PEFT))
     return _tell(predicted, plot, json_)
@@ -375,9 +379,20 @@ Plans = dict[str, "Plan"]
 
 
 def _plans(
-    model: str, quantization: Any, dtype: str, precisions: Sequence[str]
+    model: str, source: Any, quantization: Any, dtype: str, precisions: Sequence[str]
 ) -> Plans:
-    """The plans by precision: those asked for, or all, and "full" for PEFT's row."""
+    """The plans by precision: those asked for, or all, and "full" for PEFT's row.
+
+    Args:
+        model: The model, as it was named.
+        source: What it is built from.
+        quantization: As for ``from_pretrained``.
+        dtype: The dtype of what is not quantized.
+        precisions: Those asked for; all where there are none.
+
+    Returns:
+        The plans.
+    """
     from .. import Plan
 
     plans: Plans = {}
@@ -386,7 +401,7 @@ def _plans(
             continue
         with refusing(f"the model {model!r} cannot be prepared"):
             plans[precision] = Plan.for_pretrained(
-                model, quantization, dtype, precision=precision
+                source, quantization, dtype, precision=precision
             )
     return plans
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 
 from .. import Precision, StepPredictor
 from .console import Result, hanging, warned
-from .hub import choose_quantization, refusing, working
+from .hub import choose_quantization, described_by, refusing, working
 from .plot import draw_steps
 from .tables import Rows, add_column, figure, table
 from .trainers import adapters, arguments, called
@@ -93,6 +93,7 @@ class StepRequest:
         has_liger: Whether it trains with Liger's kernels.
         engine: What shards or repeats the model, or ``None``.
         num_devices: The number of devices.
+        trust_remote_code: Whether the code that the model brings along is run.
     """
 
     model: str
@@ -110,6 +111,7 @@ class StepRequest:
     has_liger: bool = False
     engine: str | None = None
     num_devices: int = 1
+    trust_remote_code: bool = False
 
     @property
     def budget(self) -> int | None:
@@ -149,7 +151,7 @@ class StepRequest:
                 has_liger=self.has_liger,
             )
         return StepPredictor(
-            self.model,
+            described_by(self.model, self.trust_remote_code),
             precision=precision,
             lora=adapters(self.trainer, self.rank),
             quantization_config=quantization_config,
@@ -391,7 +393,8 @@ def predict_steps(request: StepRequest, precisions: Sequence[str]) -> Predicted:
     """
     model = request.model
     found = {}
-    with working(model, f"building {model}") as doing:
+    trusts = request.trust_remote_code
+    with working(model, f"building {model}", trusts) as doing:
         quantization = choose_quantization(model, request.quant, request.dtype)
         for number, precision in enumerate(precisions, 1):
             what = f"predicting {precision} ({number} of {len(precisions)})"

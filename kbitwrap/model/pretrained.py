@@ -34,6 +34,8 @@ _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModel",
 )
+# where transformers imports the code of a folder
+_CODE_OF_FOLDERS = "transformers_modules."
 ASSUMED = "assumed_of_config"
 """The attribute of a built model for sentences on what its config leaves open.
 
@@ -294,6 +296,7 @@ def _read(
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {name!r}")
 
+    content: Any = {}
     try:
         content, _ = PretrainedConfig.get_config_dict(name)
         _refuse_countless(content)
@@ -301,16 +304,27 @@ def _read(
         # run the code of the repository.
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # of transformers, the JSON parser and the network
-        raise ConfigError(
-            f"cannot read a config from {name!r}: {_reason(error)}"
-        ) from error
+        reason = _reason(error)
+        if not trust_remote_code and _brings_code(content):
+            reason = "it brings code along, which runs only with trust_remote_code=True (--trust-remote-code)"
+        raise ConfigError(f"cannot read a config from {name!r}: {reason}") from error
 
     return config, content
+
+
+def _brings_code(content: Any) -> bool:
+    """Whether a config's file, which may hold anything, names a class of the folder's own."""
+    classes = content.get("auto_map") if isinstance(content, dict) else None
+    return isinstance(classes, dict) and "AutoConfig" in classes
 
 
 def _model_class(config: Any) -> Any:
     """The class that the config names, or that of the first Auto class that knows it."""
     import transformers
+
+    own = _class_of_its_own(config)
+    if own is not None:
+        return own
 
     names = config.architectures
     # a file may hold anything
@@ -328,6 +342,24 @@ def _model_class(config: Any) -> Any:
         f"transformers has no model class for {type(config).__name__} with architectures "
         f"{names!r}; build the model on the meta device and give it to build_plan"
     )
+
+
+def _class_of_its_own(config: Any) -> Any:
+    """The class that a folder's own code has for a config, or ``None``.
+
+    The config's class is of that code too: whoever read the config let it run.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    if not type(config).__module__.startswith(_CODE_OF_FOLDERS):
+        return None
+
+    classes = getattr(config, "auto_map", None) or {}
+    for name in _AUTO_CLASSES:
+        if name in classes:
+            return get_class_from_dynamic_module(classes[name], config.name_or_path)
+
+    return None
 
 
 def classes_of(auto_class: str, config: Any) -> list[Any]:
