@@ -33,6 +33,7 @@ from .usage import (
     value,
 )
 
+_LEAST_PERCENT = 0.01  # that is told
 _MAX_SEED = 2**63 - 1
 _DEFAULT_PRECISION = PrepareConfig().precision.value
 _TITLES = {
@@ -179,18 +180,18 @@ def _fall(result: Result) -> str:
 def _conclusion(result: Result) -> str:
     """The sentences on what PEFT's way loses, and on what ours keeps."""
     names = {"PEFT's way": "peft", "Ours": result["precision"]}
-    errors = {}
+    lost = {}
     if result["merges"]:
-        errors["PEFT's way"] = result["merges"][0]["error"]
-        errors["Ours"] = result["merges"][-1]["error"]
+        lost["PEFT's way"] = _percent(result["merges"][0]["lost"])
+        lost["Ours"] = _percent(result["merges"][-1]["lost"])
     sentences = []
     for subject, name in names.items():
         side = result["sides"][name]
         num_left = sum(side["left"].values())
         left = f"{num_left} things" if num_left else "nothing"
         parts = [f"adds {side['added_bytes']:,} bytes", f"leaves {left} changed"]
-        if subject in errors:
-            parts.append(f"merges with an error of {errors[subject]:.2%}")
+        if subject in lost:
+            parts.append(f"loses {lost[subject]} of the fine-tune in a merge")
         *most, last = parts
         sentences.append(f"{subject} {', '.join(most)}, and {last}.")
     return " ".join(sentences)
@@ -218,10 +219,15 @@ def _sides(result: Result) -> Rows:
 
 def _merges(merges: list[Result]) -> Rows:
     """A row for each way to merge, ours last."""
-    rows = [["merged by", "error of logits", "kbitwrap doctor says"]]
+    rows = [["merged by", "fine-tune lost", "kbitwrap doctor says"]]
     for merge in merges:
-        rows.append([merge["name"], f"{merge['error']:.2%}", _verdict(merge)])
+        rows.append([merge["name"], _percent(merge["lost"]), _verdict(merge)])
     return rows
+
+
+def _percent(part: float) -> str:
+    percent = 100 * part
+    return f"{percent:.2g} %" if percent >= _LEAST_PERCENT else f"< {_LEAST_PERCENT} %"
 
 
 def _verdict(merge: Result) -> str:

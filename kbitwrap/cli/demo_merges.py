@@ -1,4 +1,4 @@
-"""The demonstration's adapter, merged in three ways: the error of each, and what doctor says of it."""
+"""The demonstration's adapter, merged in three ways: what each loses, and what doctor says of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from .. import KbitPreparedModel, doctor
 from .console import Result
-from .demo_sides import Subject, in_float32, relative_error
+from .demo_sides import Subject, in_float32
 from .loading import quantization_on
-from .losses import logits
+from .losses import divergence, logits
 
 IN_PLACE = "merge_and_unload in {quant}"
 RELOADED = "merge_and_unload in bfloat16"
@@ -29,8 +29,8 @@ class Merge:
     Attributes:
         name: What to call it.
         num_bytes: The bytes of the files of weights.
-        error: The error of the logits, relative to those that the dequantized base and
-            the adapter beside it give in float32.
+        lost: The part of the fine-tune that is lost: KL(adapter model ‖ merged), relative
+            to KL(adapter model ‖ base).
         kept: The part of the adapter's delta that doctor finds.
         onto: The weights that doctor finds it added to: ``"trained"``, ``"original"`` or
             ``"other"``.
@@ -39,7 +39,7 @@ class Merge:
 
     name: str
     num_bytes: int
-    error: float
+    lost: float
     kept: float
     onto: str
     faults: tuple[str, ...]
@@ -61,18 +61,24 @@ class Merges:
     Attributes:
         subject: The built-in model.
         folder: Where the adapter and the merged models are saved.
-        expected: The logits of the dequantized base and the adapter beside it, in
-            float32.
+        base: The logits of the dequantized base, in float32.
+        expected: The same with the adapter beside it.
     """
 
     subject: Subject
     folder: Path
+    base: Tensor
     expected: Tensor
 
     @property
     def adapter(self) -> Path:
         """The folder of the adapter."""
         return self.folder / "adapter"
+
+    @property
+    def all_learned(self) -> float:
+        """The whole of the fine-tune: KL(adapter model ‖ base)."""
+        return divergence(self.expected, self.base)
 
     def reloaded(self) -> Merge:
         """Merge onto the base as it was saved, in bfloat16."""
@@ -128,7 +134,7 @@ class Merges:
         return Merge(
             name=name,
             num_bytes=sum(file.stat().st_size for file in files),
-            error=relative_error(found, self.expected),
+            lost=divergence(self.expected, found) / self.all_learned,
             kept=report.merge.kept,
             onto=report.merge.onto,
             faults=tuple(fault.cause for fault in report.merge.faults),

@@ -377,8 +377,9 @@ class Demo:
         prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
         with self._timed("float32"):
             exact = in_float32(self.subject.load())
+            base = logits(exact, self.blocks)
             expected = logits(self._with_trained(exact), self.blocks)
-        return Merges(self.subject, folder, expected)
+        return Merges(self.subject, folder, base, expected)
 
     # What is checked.
 

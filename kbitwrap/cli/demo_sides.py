@@ -75,7 +75,7 @@ class Subject:
         self.modules_to_save: list[str] | None = None
         if model is None:
             self.base = folder / "base"
-            self.learning_rate = 5e-4
+            self.learning_rate = 1e-4
             self.modules_to_save = ["lm_head"]
             self.tokens: Tokens = ByteTokens()
             torch.manual_seed(seed)
@@ -299,13 +299,6 @@ def _left_behind(base: BaseState) -> dict[str, int]:
 
     flags = count("requires_grad") + count("attributes")
     return {"dtypes": count("dtypes"), "hooks": count("hooks"), "flags": flags}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The distance of two tensors, relative to the norm of the expected one."""
-    exact = expected.double()
-    distance: Tensor = (found.double() - exact).norm() / exact.norm()
-    return distance.item()
 
 
 def in_float32(model: Any) -> nn.Module:

@@ -44,6 +44,21 @@ def evaluate(model: nn.Module, held_out: Tensor) -> Tensor:
         ).cpu()
 
 
+def divergence(expected: Tensor, found: Tensor) -> float:
+    """The mean Kullback-Leibler divergence of a model from an expected one, in nats.
+
+    Args:
+        expected: The logits of the expected model, ``(num_blocks, length, vocab)``.
+        found: Those of the other one, of the same shape.
+
+    Returns:
+        KL(expected ‖ found), the mean over all tokens.
+    """
+    right = F.log_softmax(expected.double(), dim=-1).flatten(0, 1)
+    other = F.log_softmax(found.double(), dim=-1).flatten(0, 1)
+    return F.kl_div(other, right, reduction="batchmean", log_target=True).item()
+
+
 def logits(model: nn.Module, blocks: Blocks) -> Tensor:
     """The logits on the held-out blocks, in evaluation mode."""
     model.eval()

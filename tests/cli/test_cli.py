@@ -182,15 +182,13 @@ def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: R
     assert "FAIL" not in default_run.out
     assert_fits_a_screen(default_run.out, 80)
     said = " ".join(default_run.out.split())
-    assert "PEFT's way adds 267,776 bytes, leaves 19 things changed, and merges with an error of 1." in said
-    assert "Ours adds 0 bytes, leaves nothing changed, and merges with an error of 0.0" in said
-    assert "merge_and_unload in nf4 1." in said
+    assert "PEFT's way adds 267,776 bytes, leaves 19 things changed, and loses " in said
+    assert "Ours adds 0 bytes, leaves nothing changed, and loses < 0.01 % of the fine-tune in a merge." in said
     assert said.count("not a merge") == 1
-    assert "% a merge, on the original weights kbitwrap's export 0.0" in said
-    assert "% a merge, on the trained weights" in said
+    assert "% a merge, on the original weights kbitwrap's export < 0.01 % a merge, on the trained weights" in said
     before, after = map(float, re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", default_run.out)[0])
     assert before > 5
-    assert after < 4
+    assert after < 4.5
     assert "Traceback" not in default_run.err
 
 
@@ -302,9 +300,11 @@ def test_the_merges_are_measured_by_their_logits_and_by_doctor(default_run: Run)
     assert in_place["faults"] == ["an adapter was merged into 4-bit weights"]
     assert reloaded["faults"] == ours["faults"] == []
     assert (reloaded["onto"], ours["onto"]) == ("original", "trained")
-    assert ours["error"] < reloaded["error"] / 10 < in_place["error"] / 10
+    assert 0 <= ours["lost"] < reloaded["lost"] / 100 < in_place["lost"] / 1000
+    assert in_place["lost"] > 0.2
     assert in_place["num_bytes"] < ours["num_bytes"] == reloaded["num_bytes"]
-    assert ours["kept"] == pytest.approx(1, abs=1e-5)
+    assert ours["kept"] == pytest.approx(1, abs=1e-3)  # it is rounded to bfloat16
+    assert in_place["kept"] < 0.5
 
 
 def test_an_export_that_is_no_merge_fails_a_check(
