@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..config import QuantKind
 from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.pretrained import read_config
@@ -25,7 +26,7 @@ from .base import QUANTIZATION, is_told, load_adapted
 from .doctor_base import tells_dequantized
 from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
-from .fitting import fitting_quantization
+from .fitting import Fitting, fitting_quantization
 from .measure import MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import MergedSide, plain_side, read_merged, walk_merged
@@ -77,6 +78,18 @@ def measure(
                 f"{assumed}; {_GIVE}"
             )
             examination.add(_NAME, where, not_measured(QUANTIZATION, why))
+        elif _is_only_told(subject, manifest):
+            other = _other_fitting(merged, given)
+            if other is not None:
+                quantization = other.config
+                assumed = f"in {other.kind}, not {_form_of(given)}"
+                remedy = (
+                    f"if it was trained in {other.kind}, give that (quantization_config, --quant {other.kind}); "
+                    f"otherwise {_REMEDY}"
+                )
+                evidence = "the checkpoint fits that, and nothing records which it was trained in"
+                what = f"it was merged onto the base's weights {assumed}"
+                examination.add(_NAME, where, fault(what, evidence, remedy))
         found = _measure(merged, given, quantization, manifest, progress)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
@@ -179,6 +192,43 @@ def _fitting(merged: MergedSide, given: Given) -> tuple[Any, str]:
     if fitting is None:
         return False, "as they are"
     return fitting.config, f"in {fitting.kind}, which the checkpoint fits"
+
+
+def _is_only_told(subject: Subject, manifest: Manifest | None) -> bool:
+    """Whether a caller says how the base was quantized, and no file does."""
+    given = subject.given
+    if given.quantization_config is None or _quantization_of(subject) is not None:
+        return False
+    unsaid = dataclasses.replace(given, quantization_config=None)
+    return not _is_told(unsaid, manifest)
+
+
+def _other_fitting(merged: MergedSide, given: Given) -> Fitting | None:
+    """The quantization that a checkpoint fits, where that is another than the given one."""
+    saved = read_adapter(Path(given.adapter))
+    fitting = fitting_quantization(
+        merged,
+        given.base,
+        saved,
+        _dtype_in_training(given, merged),
+        given.trust_remote_code,
+    )
+    if fitting is None or _form_of(given) == f"in {fitting.kind}":
+        return None
+    return fitting
+
+
+def _form_of(given: Given) -> str:
+    """The form of the base's weights by the given quantization."""
+    config = given.quantization_config
+    if config is False:
+        return "as they are"
+    fields = config if isinstance(config, dict) else config.to_dict()
+    for kind in QuantKind:
+        settings = kind.settings
+        if settings and settings.items() <= fields.items():
+            return f"in {kind}"
+    return "in the quantization that was given"
 
 
 def _measure(

@@ -136,7 +136,7 @@ class MergeMeasure:
                 f"added to the base's weights {self.assumed}; nothing records whether "
                 "it was trained on these"
             )
-        return f"a merge: {self.kept:.1%} of what the adapter learned, {base}"
+        return f"a merge: {self.kept:.1%} of the adapter's delta, {base}"
 
 
 def measure_merge(

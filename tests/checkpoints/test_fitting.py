@@ -64,3 +64,32 @@ def test_no_quantization_is_found_where_the_base_was_merged_as_it_is(tmp_path: P
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=False)
     assert fitting.fitting_quantization(read_merged(tmp_path / "merged"), base, read_adapter(adapter), None) is None
     assert doctor(tmp_path / "merged", base=base, adapter=adapter).merge.assumed == "as they are"
+
+
+TOLD = {QuantKind.NF4: "in nf4", QuantKind.FP4: "in fp4", QuantKind.NONE: "as they are"}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_a_checkpoint_that_fits_another_quantization_than_the_one_told_says_which(
+    told: QuantKind, tmp_path: Path
+) -> None:
+    base, adapter = make("llama", tmp_path, torch.bfloat16)
+    double = quantization_config("nf4-double", torch.bfloat16)
+    merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=double)
+    config = quantization_config(told, None) or False
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=config)
+    (found,) = report.findings
+    assert found.what == f"it was merged onto the base's weights in nf4-double, not {TOLD[told]}"
+    assert "--quant nf4-double" in found.remedy
+    assert "nothing records whether it was trained on these" in str(report.merge)
+    right = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=double)
+    assert not right.findings
+    assert str(right.merge).endswith("added to the weights that it was trained on")
+
+
+def test_what_fits_no_quantization_is_measured_by_the_one_told(tmp_path: Path) -> None:
+    base, adapter = make("llama", tmp_path, torch.bfloat16)
+    merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=False)
+    nf4 = quantization_config("nf4", None)
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=nf4)
+    assert (report.merge.onto, report.findings) == ("original", ())

@@ -92,7 +92,7 @@ def test_doctor_says_first_that_a_merge_is_one(
     options = ["--base", base, "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "out"), *options, "--quant", "nf4"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == "a merge: 100.0% of what the adapter learned, added to the weights that it was trained on"
+    assert first == "a merge: 100.0% of the adapter's delta, added to the weights that it was trained on"
 
 
 @pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
@@ -107,7 +107,7 @@ def test_doctor_finds_the_quantization_that_nothing_records_and_says_so(
     said = " ".join(capsys.readouterr().out.split())
     taken = f"in {quant}, which the checkpoint fits"
     onto = f"added to the base's weights {taken}; nothing records whether it was trained on these"
-    assert said.startswith(f"a merge: 100.0% of what the adapter learned, {onto}")
+    assert said.startswith(f"a merge: 100.0% of the adapter's delta, {onto}")
     assert f"nothing records the base's quantization, so its weights were taken {taken}; give the quantization" in said
 
 
@@ -133,7 +133,7 @@ def test_doctor_does_not_say_that_an_adapter_was_trained_on_a_base_that_nothing_
     assert main(["doctor", str(tmp_path / "out"), *options]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     onto = "added to the base's weights as they are; nothing records whether it was trained on these"
-    assert first == f"a merge: 100.0% of what the adapter learned, {onto}"
+    assert first == f"a merge: 100.0% of the adapter's delta, {onto}"
     assert main(["doctor", base, *options]) == 1
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("not a merge onto the base's weights as they are: ")
@@ -172,7 +172,7 @@ def test_doctor_takes_the_base_that_the_adapter_names_and_says_so(
 ) -> None:
     assert main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter")]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("a merge: 100.0% of what the adapter learned")
+    assert out.startswith("a merge: 100.0% of the adapter's delta")
     named = f"the base is {str(run / 'base')!r}, which the config of the adapter names"
     assert err.splitlines()[-1] == f"kbitwrap: note: {named}"
     assert main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter"), "--base", ""]) == 2
