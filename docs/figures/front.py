@@ -32,7 +32,7 @@ PICTURE = DOCS / "pictures" / "front.svg"
 MODEL = "Mistral-7B-v0.3"
 SEQ_LEN = 2048
 SUBJECT = "Llama"
-TRL = "trl"
+TRL, TRL_NORMS = "trl", "trl-norms"
 PRECISIONS = ("peft", "compute", "norms", "none")
 
 MERGE_LABELS = {
@@ -48,19 +48,20 @@ STEP_LABELS = {
     "norms": 'kbitwrap, "norms", the default',
     "none": 'kbitwrap, "none"',
     TRL: "TRL's SFTTrainer, without kbitwrap",
+    TRL_NORMS: 'kbitwrap, "norms", in TRL\'s SFTTrainer',
 }
 OURS, OTHERS = "#0072b2", "#8c959f"
 GIB = 1 << 30
 
 
-def trl_step() -> int:
-    """The peak of the step that TRL's SFT trainer runs by itself, on CUDA."""
+def trl_step(precision: str) -> int:
+    """The peak of the step that TRL's SFT trainer runs, on CUDA."""
     from trl import SFTConfig
 
     arguments = SFTConfig("out", per_device_train_batch_size=1, max_length=SEQ_LEN, bf16=True, use_cpu=True)
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
     found = predict_step(
-        CONFIGS[MODEL], args=arguments, quantization_config=quantization, dtype="bfloat16", precision="none"
+        CONFIGS[MODEL], args=arguments, quantization_config=quantization, dtype="bfloat16", precision=precision
     )
     return found.peak_bytes
 
@@ -75,14 +76,15 @@ def merge_losses() -> dict[str, float]:
 def predict() -> dict[str, Any]:
     """Predict the steps, and take the merges that were measured."""
     peaks = {precision: step(MODEL, precision).peak_bytes for precision in PRECISIONS}
-    peaks[TRL] = trl_step()
+    peaks[TRL] = trl_step("unprepared")
+    peaks[TRL_NORMS] = trl_step("norms")
     return {"environment": environment("cpu"), "model": MODEL, "peak_bytes": peaks, "divergence_left": merge_losses()}
 
 
 def draw(figures: dict[str, Any]) -> Figure:
     """Two panels, one above the other, so that a phone shows them in a size that can be read."""
-    figure = Figure(figsize=(5.8, 4.6), layout="constrained")
-    merges, steps = figure.subfigures(2, 1, height_ratios=(5, 5))
+    figure = Figure(figsize=(5.8, 4.9), layout="constrained")
+    merges, steps = figure.subfigures(2, 1, height_ratios=(5, 6))
 
     losses = {label: 100 * figures["divergence_left"][way] for way, label in MERGE_LABELS.items()}
     bars(merges, losses, "{:.2g} %", "What a merge loses of a fine-tune in nf4")
