@@ -10,7 +10,7 @@ its bits there have the recorded digest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,14 @@ from torch import nn
 
 from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, NamedTensor
-from ..tensors.bits import Layout, NanPayloads, begin_digest, content_digest, differ
+from ..tensors.bits import (
+    Layout,
+    NanPayloads,
+    content_digest,
+    differ,
+    digest_and,
+    has_nan,
+)
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
 from .base import EditBase, HeldOriginal
@@ -118,14 +125,14 @@ class StorageChange(HeldOriginal):
         self._is_viewed = is_viewed
         self.kept: torch.Tensor | None = None
         self._payloads: NanPayloads | None = None
-        self._digest: Callable[[], int] | None = None
+        self._digest: int | None = None
         if is_rewritten or is_viewed:
             self.kept = data
         elif keep:
             self.kept = data.cpu()
         elif not data.is_meta:  # which has no bits
-            self._digest = begin_digest(data)
-            self._payloads = NanPayloads.find(data)
+            self._digest, holds_nan = digest_and(data, has_nan(data))
+            self._payloads = NanPayloads.find(data) if holds_nan else None
 
         # what a suspension puts back, from `now` to `undo`
         self._ready: Found | None = None
@@ -183,7 +190,7 @@ class StorageChange(HeldOriginal):
 
         is_altered = False
         if self._digest is not None:
-            is_altered = content_digest(rounded) != self._digest()
+            is_altered = content_digest(rounded) != self._digest
         # Training may leave a value that rounds to the original.
         is_trained = is_altered or bool(differ(current, rounded))
         return Found(rounded, is_trained, is_altered, is_exact=not is_trained)

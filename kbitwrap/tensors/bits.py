@@ -44,10 +44,9 @@ class NanPayloads:
 
         ``None`` where there are none.
         """
-        flat = tensor.detach().reshape(-1)
-        # the least of numbers among which there is a NaN is NaN: no mask is made
-        if not flat.numel() or not torch.aminmax(flat)[0].isnan():
+        if not has_nan(tensor):
             return None
+        flat = tensor.detach().reshape(-1)
         positions = flat.isnan().nonzero().view(-1)
         return NanPayloads(positions, flat[positions].view(torch.int16))
 
@@ -62,6 +61,19 @@ class NanPayloads:
         is_nan = flat[positions].isnan()
         flat.view(torch.int16)[positions[is_nan]] = bits[is_nan]
         tensor.copy_(flat.view(tensor.shape))
+
+
+def has_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether there is a NaN in a floating tensor: a boolean scalar on its device.
+
+    It does not wait for the device, and makes no mask.
+    """
+    data = tensor.detach()
+    if not data.numel():
+        return torch.zeros((), dtype=torch.bool, device=data.device)
+    # the least of numbers among which there is a NaN is NaN
+    least, _ = torch.aminmax(data)
+    return least.isnan()
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -281,6 +293,22 @@ def content_digest(tensor: torch.Tensor) -> int:
     return begin_digest(tensor)()
 
 
+def digest_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[int, bool]:
+    """Digest a plain tensor, and answer a question, in one read of the device.
+
+    Args:
+        tensor: A dense tensor that is not made of others.
+        question: A boolean scalar on its device.
+
+    Returns:
+        The digest, as ``content_digest`` returns it, and the answer.
+    """
+    sums = _sums_of(tensor)
+    answer = question.view(1).view(torch.uint8)
+    read = torch.cat([sums, answer]).cpu()
+    return _digest_of(read[:-1], tensor.nbytes), bool(read[-1])
+
+
 def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
     """Begin a digest of what a tensor holds now, without waiting for its device.
 
@@ -289,7 +317,7 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
 
     Returns:
         A call that waits for the device and returns the digest, as ``content_digest``
-            does.
+            does. Until it is dropped it holds 8 bytes a block there.
     """
     if not is_composed(type(tensor)):
         return _begin_plain(tensor)
@@ -304,25 +332,35 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
 
 def _begin_plain(tensor: torch.Tensor) -> Callable[[], int]:
     """Begin a digest of a tensor that is not made of others."""
+    sums, num_bytes = _sums_of(tensor), tensor.nbytes
+    return lambda: _digest_of(sums.cpu(), num_bytes)
+
+
+def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The sums that a digest is made of, and the bytes beyond the last word.
+
+    They are uint8 in one new piece of the device's memory.
+    """
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     # the strides of a tensor of one element may be any
     flat = plain.contiguous().as_strided((plain.numel(),), (1,))
     data = flat.view(torch.uint8)
-    num_bytes = data.numel()
-    num_in_words = num_bytes - num_bytes % 8
+    num_in_words = len(data) - len(data) % 8
     blocks = _block_sums(data, num_in_words)
-    tail = data[num_in_words:].clone()
+    return torch.cat([blocks.view(torch.uint8), data[num_in_words:]])
 
-    def read() -> int:
-        digest = 0
-        for block in blocks.tolist():
-            digest = _extended(digest, block)
-        if len(tail):
-            in_tail = bytes(tail.tolist())
-            digest = _extended(digest, int.from_bytes(in_tail, "little"))
-        return _extended(digest, num_bytes)
 
-    return read
+def _digest_of(sums: torch.Tensor, num_bytes: int) -> int:
+    """The digest of a tensor of so many bytes, from its sums on the CPU."""
+    num_in_tail = num_bytes % 8
+    end = len(sums) - num_in_tail
+    digest = 0
+    for block in sums[:end].view(torch.int64).tolist():
+        digest = _extended(digest, block)
+    if num_in_tail:
+        in_tail = bytes(sums[end:].tolist())
+        digest = _extended(digest, int.from_bytes(in_tail, "little"))
+    return _extended(digest, num_bytes)
 
 
 def _extended(digest: int, value: int) -> int:

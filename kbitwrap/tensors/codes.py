@@ -83,11 +83,13 @@ class Codes(ABC):
         self._group_size = group_size
 
     def has_scales_of(self, other: Codes) -> bool:
-        """Whether the same codes are the same values in both."""
-        if not torch.equal(self._values, other._values):
+        """Whether the same codes are the same values in both, wherever each of them lies."""
+        values = other._values.to(self._values.device)
+        if not torch.equal(self._values, values):
             return False
 
-        return torch.equal(self._scales, other._scales)
+        scales = other._scales.to(self._scales.device)
+        return torch.equal(self._scales, scales)
 
     def round_at_random(
         self, start: int, delta: Tensor, random: RandomNumbers

@@ -15,6 +15,7 @@ from torch import nn
 from kbitwrap import RestoreError
 from kbitwrap.edits.storage import StorageChange
 from kbitwrap.tensors.bits import Layout, NanPayloads
+from support.memory import allocations
 from support.plain import Holder, changed_storage, full
 from support.snapshot import Snapshot
 from support.strategies import HALF_DTYPES, all_patterns, bits, from_bits, half_tensors, module_trees
@@ -246,6 +247,19 @@ def test_a_layout_is_rebuilt_with_its_strides(tensor: torch.Tensor) -> None:
     assert placed.stride() == tensor.stride()
     assert torch.equal(bits(placed), bits(tensor))
     assert placed.untyped_storage().nbytes() == 2 * (layout.end - layout.offset)
+
+
+def test_a_preparation_holds_its_parameters_and_their_samples_and_no_more() -> None:
+    made = []
+
+    def make() -> None:
+        model = Holder(numbered(300, 400), numbered(7), numbered(3, 5))
+        made.append(full(model))
+
+    held = sum(allocations(make))
+    [prepared] = made
+    stored = sum(parameter.nbytes for parameter in prepared.model.parameters())
+    assert held == stored + prepared.plan.sample_bytes
 
 
 def shares(*tensors: torch.Tensor) -> bool:

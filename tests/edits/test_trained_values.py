@@ -327,8 +327,8 @@ def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_few_in_suspend(kee
     with CudaRules() as suspending, prepared.suspended():
         pass
     assert len(preparing.syncs) == 2
-    # the digest of what was there, that of what is there, each in words and a tail, and whether it is exact
-    assert len(suspending.syncs) <= 2 * 5
+    # the digest of what is there, and whether it is exact
+    assert len(suspending.syncs) <= 2 * 2
     with CudaRules() as verifying:
         assert bool(prepared.verify()) == is_trained  # it counts writes
     assert len(verifying.syncs) == 1

@@ -140,7 +140,7 @@ def test_a_mixed_merge_keeps_the_bytes_of_untouched_layers_and_is_half_elsewhere
     for fqn, module in loaded.named_modules():
         if isinstance(module, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
             plain = half[f"{fqn}.weight"]
-            weight = dequantized(module).to(plain.dtype)
+            weight = dequantized(module).to(plain)
             assert torch.equal(weight, plain.T if name == "gpt2" else plain), fqn  # which has Conv1D's layout
     if quant == "int8" and name == "mixtral":
         return  # its layers round their inputs to 8 bits, by which its router may choose another expert

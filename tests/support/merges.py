@@ -30,7 +30,7 @@ def train(model: Any, seed: int) -> None:
         for name, parameter in model.named_parameters():
             is_bias = parameter.requires_grad and name.endswith("bias")
             if "lora_B" in name or "modules_to_save" in name or is_bias:
-                parameter += (0.002 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+                parameter += (0.002 * torch.randn(parameter.shape, generator=generator)).to(parameter)
 
 
 @dataclass

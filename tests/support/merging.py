@@ -74,7 +74,7 @@ def jitter(model: nn.Module, scale: float = 0.02) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+                parameter += (scale * torch.randn(parameter.shape, generator=generator)).to(parameter)
 
 
 def base_weight(layer: nn.Module) -> torch.Tensor:
