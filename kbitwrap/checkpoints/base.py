@@ -303,8 +303,8 @@ def _quantization(
 
 def _refuse_other_kind(manifest: Manifest, given: Mapping[str, Any]) -> None:
     """Raise, before anything is loaded, where a manifest records another kind of quantization than was given."""
-    recorded = _kind(manifest.model.quantization.config)
-    found = _kind(given)
+    recorded = kind_of(manifest.model.quantization.config)
+    found = kind_of(given)
     if None in (recorded, found) or recorded == found:
         return  # other settings are compared after loading
 
@@ -325,7 +325,7 @@ def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str
     return settings
 
 
-def _kind(settings: Mapping[str, Any]) -> str | None:
+def kind_of(settings: Mapping[str, Any]) -> str | None:
     """A kind of bitsandbytes' quantization, such as nf4-double, or none.
 
     ``None`` where it is of another library, or of several parts of a model.

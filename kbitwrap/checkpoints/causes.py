@@ -126,15 +126,15 @@ class Causes:
         figures: Those of all tensors, right ones too: a wrong one may hold another's
             values.
         copies: The names of tensors that the adapter holds trained copies of.
-        change_of: Reads a part of what a tensor adds to its nearest reference: a
-            matrix of some of its rows and columns.
+        change_of: Reads a part of what a tensor adds to its nearest reference, and of
+            what the adapter adds: two matrices of some of its rows and columns.
     """
 
     def __init__(
         self,
         figures: Sequence[Figures],
         copies: Collection[str],
-        change_of: Callable[[Figures], Tensor],
+        change_of: Callable[[Figures], tuple[Tensor, Tensor]],
     ) -> None:
         self._copies = copies
         self._change_of = change_of
@@ -183,8 +183,7 @@ class Causes:
         if figures.is_quantized and part < 1:
             return of_requantized(figures), ""
 
-        has_delta = abs(nearest.kept(figures.delta) - 1) <= _OF_KEPT
-        if not has_delta and self._is_an_adapters(figures):
+        if self._is_an_adapters(figures):
             return ANOTHER_ADAPTER, evidence
 
         return ANOTHER_BASE, evidence
@@ -258,11 +257,18 @@ class Causes:
         return ""
 
     def _is_an_adapters(self, figures: Figures) -> bool:
-        """Whether the change is of a rank that adapters have, and not of a full one."""
+        """Whether the change is of a rank that adapters have, and not of a full one.
+
+        Where the delta is in it, as in that of an earlier checkpoint, what is beside the
+        delta is.
+        """
         if len(figures.shape) < 2:
             return False
 
-        energies = torch.linalg.svdvals(self._change_of(figures)).square()
+        change, delta = self._change_of(figures)
+        if abs(figures.nearest.kept(figures.delta) - 1) <= _OF_KEPT:
+            change = change - delta
+        energies = torch.linalg.svdvals(change).square()
         few = max(len(energies) // 2, 1)
         return float(energies[:few].sum()) >= _OF_LOW_RANK * float(energies.sum())
 

@@ -169,11 +169,12 @@ def generation_config(base: Base) -> Result | None:
     if not base.use_cache or base.meta is None or not base.meta.can_generate():
         return None
 
-    off = [name for name, value in base.use_cache.items() if value is False]
-    if off:
+    # Generation asks the generation config; the model's own, where there is no other.
+    asked = list(base.use_cache)[-1]
+    if base.use_cache[asked] is False:
         return fault(
             "use_cache was left off",
-            f"the config says false: {', '.join(off)}",
+            f"the config that generation asks says false: {asked}",
             "set it to true: generation is slow without the cache",
         )
 

@@ -22,7 +22,7 @@ from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .adapters import read_adapter
-from .base import QUANTIZATION, is_told, load_adapted
+from .base import QUANTIZATION, is_told, kind_of, load_adapted
 from .doctor_base import tells_dequantized
 from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
@@ -35,7 +35,8 @@ _NAME = "merge"
 _WHAT = "how much of the adapter was merged"
 _GIVE = "give the quantization (quantization_config, --quant)"
 _REMEDY = (
-    "merge again: kbitwrap merge BASE ADAPTER --out DIR, or export(merge_adapters=True)"
+    "merge again: kbitwrap merge ADAPTER --out DIR, with the --quant of the training where nothing records it, or "
+    "export(merge_adapters=True)"
 )
 
 
@@ -67,7 +68,7 @@ def measure(
 
     is_known = _is_told(given, manifest)
     if not is_known:
-        quantization = _quantization_of(subject)  # it was merged in that
+        quantization = _in_training(_quantization_of(subject), given.adapter)
     assumed = ""
     try:
         if not is_known and quantization is None:
@@ -78,17 +79,18 @@ def measure(
                 f"{assumed}; {_GIVE}"
             )
             examination.add(_NAME, where, not_measured(QUANTIZATION, why))
-        elif _is_only_told(subject, manifest):
-            other = _other_fitting(merged, given)
+        else:
+            other = _other_fitting(merged, subject, manifest)
             if other is not None:
-                quantization = other.config
-                assumed = f"in {other.kind}, not {_form_of(given)}"
+                fitting, form = other
+                quantization = fitting.config
+                assumed = f"in {fitting.kind}, not {form}"
+                give = f"give that (quantization_config, --quant {fitting.kind})"
                 remedy = (
-                    f"if it was trained in {other.kind}, give that (quantization_config, --quant {other.kind}); "
-                    f"otherwise {_REMEDY}"
+                    f"if it was trained in {fitting.kind}, {give}; otherwise {_REMEDY}"
                 )
-                evidence = "the checkpoint fits that, and nothing records which it was trained in"
                 what = f"it was merged onto the base's weights {assumed}"
+                evidence = f"the checkpoint fits {fitting.kind}"
                 examination.add(_NAME, where, fault(what, evidence, remedy))
         found = _measure(merged, given, quantization, manifest, progress)
     except ManifestMismatchError as error:
@@ -194,18 +196,28 @@ def _fitting(merged: MergedSide, given: Given) -> tuple[Any, str]:
     return fitting.config, f"in {fitting.kind}, which the checkpoint fits"
 
 
-def _is_only_told(subject: Subject, manifest: Manifest | None) -> bool:
-    """Whether a caller says how the base was quantized, and no file does."""
-    given = subject.given
-    if given.quantization_config is None or _quantization_of(subject) is not None:
-        return False
+def _told_kind(given: Given, manifest: Manifest | None) -> str | None:
+    """The kind of quantization in training that the caller gives, such as ``"nf4"``; ``None`` where files say it."""
+    settings = given.quantization_config
     unsaid = dataclasses.replace(given, quantization_config=None)
-    return not _is_told(unsaid, manifest)
+    if settings is None or _is_told(unsaid, manifest):
+        return None
+
+    if hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    return kind_of(settings or {})
 
 
-def _other_fitting(merged: MergedSide, given: Given) -> Fitting | None:
-    """The quantization that a checkpoint fits, where that is another than the given one."""
+def _other_fitting(
+    merged: MergedSide, subject: Subject, manifest: Manifest | None
+) -> tuple[Fitting, str] | None:
+    """The quantization that a checkpoint in half fits, where it is told to be another; and that one."""
+    given = subject.given
     saved = read_adapter(Path(given.adapter))
+    told = _told_kind(given, manifest)
+    if told is None or _quantization_of(subject) is not None:
+        return None
+
     fitting = fitting_quantization(
         merged,
         given.base,
@@ -213,22 +225,25 @@ def _other_fitting(merged: MergedSide, given: Given) -> Fitting | None:
         _dtype_in_training(given, merged),
         given.trust_remote_code,
     )
-    if fitting is None or _form_of(given) == f"in {fitting.kind}":
+    if fitting is None or fitting.kind.value == told:
         return None
-    return fitting
+    return fitting, "as they are" if told == QuantKind.NONE.value else f"in {told}"
 
 
-def _form_of(given: Given) -> str:
-    """The form of the base's weights by the given quantization."""
-    config = given.quantization_config
-    if config is False:
-        return "as they are"
-    fields = config if isinstance(config, dict) else config.to_dict()
-    for kind in QuantKind:
-        settings = kind.settings
-        if settings and settings.items() <= fields.items():
-            return f"in {kind}"
-    return "in the quantization that was given"
+def _in_training(settings: Any, adapter: Any) -> Any:
+    """A merged checkpoint's quantization config, with the layers that the merge took out of it."""
+    if hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    if not isinstance(settings, dict):
+        return settings
+
+    keys = read_adapter(Path(adapter)).tensors
+    kept = []
+    for name in settings.get("llm_int8_skip_modules") or ():
+        is_layer = "." in name  # and not a name such as lm_head
+        if not is_layer or not any(f".{name}." in key for key in keys):
+            kept.append(name)
+    return {**settings, "llm_int8_skip_modules": kept or None}
 
 
 def _measure(

@@ -121,11 +121,10 @@ class MergeMeasure:
 
     def __str__(self) -> str:
         if self.faults:
-            worst = max(self.faults, key=lambda fault: len(fault.fqns))
-            num_more = sum(len(fault.fqns) for fault in self.faults) - 1
-            more = f", and {num_more:,} more" if num_more else ""
+            by_number = sorted(self.faults, key=lambda fault: -len(fault.fqns))
+            causes = "; ".join(map(_shortly, by_number))
             onto = f" onto the base's weights {self.assumed}" if self.assumed else ""
-            return f"not a merge{onto}: {worst.fqns[0]}: {worst.cause}{more}"
+            return f"not a merge{onto}: {causes}"
 
         if not self.tensors:
             return "a merge: the adapter adds nothing, and neither does the checkpoint"
@@ -137,6 +136,13 @@ class MergeMeasure:
                 "it was trained on these"
             )
         return f"a merge: {self.kept:.1%} of the adapter's delta, {base}"
+
+
+def _shortly(fault: MergeFault) -> str:
+    """The cause, with the first tensor and the number of the others."""
+    first, *others = fault.fqns
+    more = f" and {len(others):,} more" if others else ""
+    return f"{fault.cause} ({first}{more})"
 
 
 def measure_merge(
@@ -487,20 +493,20 @@ class _Measuring:
 
         return found
 
-    def change_of(self, figures: Figures) -> Tensor:
-        """Some rows and columns of what a tensor adds to its nearest reference."""
+    def change_of(self, figures: Figures) -> tuple[Tensor, Tensor]:
+        """Some rows and columns of what a tensor adds to its nearest reference, and of what the adapter adds."""
         after = self._known[figures.fqn]
         found = self._held(figures.fqn)
-        before = self._trained(figures.fqn)
+        trained = self._trained(figures.fqn)
+        before = trained
         original = self._original(figures.fqn, after)
         if original is not None and figures.nearest is figures.original:
             before = original
 
         assert found is not None
         change = materialize(found).float() - materialize(before).float()
-        matrix = change.flatten(0, -2)
-        height, width = (math.ceil(size / _MOST_ROWS) for size in matrix.shape)
-        return matrix[::height, ::width]
+        delta = materialize(after).float() - materialize(trained).float()
+        return _some_of(change), _some_of(delta)
 
     def _note_unknown(self) -> None:
         """Note the tensors of the checkpoint that are neither the model's nor in the base's files."""
@@ -514,6 +520,13 @@ class _Measuring:
                 is_told = self._found[known] is tensor
             if not is_told:
                 self.wrong[name] = UNKNOWN, ""
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    """Some rows and columns of a tensor, as a matrix."""
+    matrix = tensor.flatten(0, -2)
+    height, width = (math.ceil(size / _MOST_ROWS) for size in matrix.shape)
+    return matrix[::height, ::width]
 
 
 def _has_scales_of(layer: nn.Module, base: nn.Module) -> bool:

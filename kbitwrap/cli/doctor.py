@@ -122,8 +122,6 @@ def command(
             )
         except (KbitWrapError, OSError) as error:
             raise InputError(first_line(error)) from error
-    if is_named:
-        say(f"note: the base is {base!r}, which the config of the adapter names")
     result = report.to_dict()
     if json_:
         show_json(result)
@@ -131,6 +129,8 @@ def command(
         if report.merge is not None:
             show(*_merge(report.merge))
         show(*_describe(result))
+    if is_named:
+        say(f"note: the base is {base!r}, which the config of the adapter names")
     return EXIT_NO if report else EXIT_DONE
 
 

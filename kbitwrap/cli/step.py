@@ -172,12 +172,15 @@ class Prediction:
         longest: The tokens of the longest sequence that fits.
         largest: The sequences of the largest batch that fits.
         at_limits: The steps of these two.
+        max_seq_len: The tokens of the longest sequence that the model takes; ``None``
+            where nothing bounds it.
     """
 
     step: StepMemory
     longest: int | None = None
     largest: int | None = None
     at_limits: tuple[StepMemory, ...] = ()
+    max_seq_len: int | None = None
 
     @property
     def most_unknown_bytes(self) -> int:
@@ -280,7 +283,10 @@ class Predicted:
         if one.largest:
             fitting.append(f"batch {one.largest:,} of {one.step.seq_len:,} tokens")
         if one.longest:
-            fitting.append(_sequences(one.step.batch_size, one.longest))
+            sequences = _sequences(one.step.batch_size, one.longest)
+            if one.longest == one.max_seq_len:
+                sequences += ", the model's longest"
+            fitting.append(sequences)
         return ", or ".join(fitting)
 
     def _shortfall(self, limit: Limit) -> str:
@@ -327,9 +333,9 @@ class Predicted:
                 f" Beside the {limit} the device has to hold {unknown}, "
                 f"and {low} to {high} GiB of CUDA context."
             )
-        said = f" That leaves no room for {unknown}"
+        said = f" Filled so, the device has no room for {unknown}"
         rest = (limit.budget - most) // _MIB
-        return f"{said}; --budget {rest}MiB does." if rest > 0 else f"{said}."
+        return f"{said}; --budget {rest}MiB leaves it." if rest > 0 else f"{said}."
 
     def draw(self, file: Path) -> None:
         """Draw the steps at their peaks."""
@@ -441,7 +447,7 @@ def _predict(
     largest = predict.largest_batch(request.budget, step.seq_len)
     sizes = {(step.batch_size, longest), (largest, step.seq_len)}
     at_limits = [predict(*size) for size in sizes if all(size)]
-    return Prediction(step, longest, largest, tuple(at_limits))
+    return Prediction(step, longest, largest, tuple(at_limits), predict.max_seq_len)
 
 
 # ----------------------------------------------------------------------------------------------------

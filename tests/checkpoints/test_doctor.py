@@ -171,6 +171,20 @@ def without_a_config(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
+def cache_off(folder: Path) -> Path:
+    cache_off_for_training(folder)
+    (folder / "generation_config.json").unlink()  # then generation asks the model's own config
+    return folder
+
+
+def cache_off_for_training(folder: Path) -> Path:
+    model = zoo.load("llama", quant=None)
+    trainer = trainers.trainer_for(trainers.adapt(model), folder / "out", activation_checkpointing=True)
+    trainer.train()
+    trainer.model.merge_and_unload().save_pretrained(folder)
+    return folder
+
+
 SOUND: dict[str, Callable[[Path], Any]] = {
     "nf4": saved("llama", "nf4"),
     "nf4 with nested statistics, float16": saved("llama", "nf4-double", torch.float16),
@@ -199,6 +213,7 @@ SOUND: dict[str, Callable[[Path], Any]] = {
     "repacked with nested statistics": lambda folder: repacked_and_saved(folder, "nf4-double"),
     "the base was trained": trained_itself,
     "without a config": without_a_config,
+    "the cache was off in training alone": cache_off_for_training,
 }
 
 
@@ -322,14 +337,6 @@ def read_after_it_was_repacked(folder: Path) -> nn.Module:
     model = repacked(zoo.load("llama"))
     model.state_dict()
     return model
-
-
-def cache_off(folder: Path) -> Path:
-    model = zoo.load("llama", quant=None)
-    trainer = trainers.trainer_for(trainers.adapt(model), folder / "out", activation_checkpointing=True)
-    trainer.train()
-    trainer.model.merge_and_unload().save_pretrained(folder)
-    return folder
 
 
 def more_is_trained(folder: Path) -> Path:

@@ -93,3 +93,11 @@ def test_what_fits_no_quantization_is_measured_by_the_one_told(tmp_path: Path) -
     nf4 = quantization_config("nf4", None)
     report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=nf4)
     assert (report.merge.onto, report.findings) == ("original", ())
+
+
+def test_a_mixed_merge_is_measured_by_its_own_quantization_without_what_was_merged(tmp_path: Path) -> None:
+    base, adapter = make("llama", tmp_path, torch.bfloat16, target_modules=["q_proj", "down_proj"])
+    nf4 = quantization_config("nf4", torch.bfloat16)
+    merge_checkpoint(base, adapter, tmp_path / "merged", merge_as="mixed", quantization_config=nf4)
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter)
+    assert (report.merge.onto, report.findings) == ("trained", ())

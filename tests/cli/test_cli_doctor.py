@@ -77,7 +77,7 @@ def test_doctor_measures_with_a_base_and_an_adapter(
     options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "base"), *options]) == 1
     first, _, *lines = capsys.readouterr().out.splitlines()
-    assert first == "not a merge: model.layers.0.mlp.down_proj.weight: no delta, and 9 more"
+    assert first == "not a merge: no delta (model.layers.0.mlp.down_proj.weight and 9 more)"
     assert lines[0] == "0.0% of the delta is there, with an error of 100.0% of it; the worst tensors:"
     assert main(["doctor", str(tmp_path / "merged"), *options]) == 1
     assert "% of the delta survived" in capsys.readouterr().out

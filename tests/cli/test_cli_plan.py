@@ -202,6 +202,13 @@ def test_the_first_sentence_says_what_does_not_fit(
     assert "Without --precision all precisions are tried." in out
 
 
+def test_a_sequence_that_is_the_models_longest_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    sizes = ["--seq", "64", "--batch", "1", "--precision", "norms"]
+    assert main(["plan", model, "--step", *sizes, "--budget", "1GiB"]) == 0
+    assert ", or one sequence of 64, the model's longest." in " ".join(capsys.readouterr().out.split())
+
+
 def test_of_a_devices_memory_the_context_is_taken_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -214,11 +221,11 @@ def test_of_a_devices_memory_the_context_is_taken_off(
     out = " ".join(capsys.readouterr().out.split())
     said = (
         "22.352 GiB of device memory, 21.731 beside the CUDA context: fits, at most batch 3 of 8 tokens, "
-        "or one sequence of 64. That leaves no room for up to "
+        "or one sequence of 64. Filled so, the device has no room for up to "
     )
     assert out.startswith(said)
     unknown = found["steps"]["norms"]["unknown_bytes"][1]
-    assert f" GiB that no prediction knows; --budget {(found['budget_bytes'] - unknown) // 2**20}MiB does." in out
+    assert f" GiB that no prediction knows; --budget {(found['budget_bytes'] - unknown) // 2**20}MiB leaves it." in out
     assert "The CUDA context takes 0.267 to 0.621 GiB" in out
 
 
@@ -319,7 +326,8 @@ def predict(request: step.StepRequest, precision: str) -> step.Prediction:
 
     nf4 = BitsAndBytesConfig(load_in_4bit=True)
     one = predict_step(request.model, precision=precision, batch_size=1, seq_len=8, quantization_config=nf4)
-    return step.Prediction(one, longest=64, largest={"norms": 3, "none": 4}[precision])
+    largest = {"norms": 3, "none": 4}[precision]
+    return step.Prediction(one, longest=64, largest=largest)
 
 
 # ----------------------------------------------------------------------------------------------------
