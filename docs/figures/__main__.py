@@ -16,6 +16,7 @@ WRITES = {
     "fits": "docs/fits.md: the longest sequences and largest batches of known models, by device",
     "front": "docs/pictures/front.svg: what merges lose and what a step takes, of README and front page",
     "guarantees": "docs/guarantees.md: the sums of the records of `python tests/campaign`",
+    "memory_tables": "docs/memory.md and docs/step.md: what preparing and a step take, by model and precision",
     "merge_times": "nothing: prints how long merging and measuring take on Mistral-7B's shapes",
     "merges": "docs/merge.md and docs/measure.md, with docs/pictures/merges.svg: what each way to merge keeps",
     "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",

@@ -1,14 +1,13 @@
-"""Computes the tables of docs/memory.md and docs/step.md when the documentation is built, from published shapes.
+"""Writes the tables of docs/memory.md and docs/step.md that the planner computes from published shapes.
 
-A line `<!-- memory-table: NAME -->` of a page is replaced by the table of that name.
+python docs/figures memory_tables
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import re
 from collections.abc import Callable
-from typing import Any
 
 from transformers import (
     BitsAndBytesConfig,
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 from kbitwrap import Plan, Precision, StepMemory, predict_step
+from sections import DOCS, replace_section, section
 
 _LLAMA_SHAPED = {
     "hidden_size": 4096,
@@ -129,13 +129,18 @@ def step_table() -> str:
     return _markdown(rows)
 
 
+MEMORY_PAGE, STEP_PAGE = DOCS / "memory.md", DOCS / "step.md"
 TABLES: dict[str, Callable[[], str]] = {"added": added_table, "roles": role_table, "peak": peak_table}
-_ALL = {**TABLES, "step": step_table}
+STEPS = "steps"
+__all__ = ["CONFIGS", "MEMORY_PAGE", "STEPS", "STEP_PAGE", "TABLES", "section", "step", "step_table"]
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the markers of a page: the event of MkDocs. An unknown table is a KeyError, which ends the build."""
-    return re.sub(r"^<!-- memory-table: (\S+) -->$", lambda found: _ALL[found[1]](), markdown, flags=re.MULTILINE)
+def main() -> None:
+    """Compute the tables, and write them."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for name, table in TABLES.items():
+        replace_section(MEMORY_PAGE, name, table())
+    replace_section(STEP_PAGE, STEPS, step_table())
 
 
 def _added(num_bytes: int) -> str:

@@ -223,19 +223,23 @@ def test_the_known_figures_of_full(memory_tables: ModuleType, name: str, added: 
     assert plan.by_role["norm"]["added_bytes"] / MIB < 1.2
 
 
-def test_the_memory_guide_is_filled_in(memory_tables: ModuleType) -> None:
-    source = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
-    page = memory_tables.on_page_markdown(source, page=None, config=None, files=None)
-    assert source.count("<!-- memory-table:") == len(memory_tables.TABLES)
-    assert "<!-- memory-table:" not in page
-    tables = [line for line in page.splitlines() if line.startswith("| Mistral-7B-v0.3 |")]
-    assert tables == [
+def test_the_tables_of_the_memory_guide_are_those_of_the_planner(memory_tables: ModuleType) -> None:
+    written = []
+    for name, table in memory_tables.TABLES.items():
+        found = memory_tables.section(memory_tables.MEMORY_PAGE, name)
+        assert found.strip() == table()
+        written += found.splitlines()
+    assert [line for line in written if line.startswith("| Mistral-7B-v0.3 |")] == [
         "| Mistral-7B-v0.3 | 3,840.5 | +512.5 | +0.5 | 0 | 0 | 0 |",
         "| Mistral-7B-v0.3 | +256.0 | +256.0 | +0.5 | 0 | 0 |",
         "| Mistral-7B-v0.3 | 512.5 | 768.0 | 512.5 | 1,025.0 |",
     ]
-    with pytest.raises(KeyError):
-        memory_tables.on_page_markdown("<!-- memory-table: nonsense -->")
+
+
+@pytest.mark.thorough
+def test_the_table_of_steps_is_the_predictors(memory_tables: ModuleType) -> None:
+    found = memory_tables.section(memory_tables.STEP_PAGE, memory_tables.STEPS)
+    assert found.strip() == memory_tables.step_table()
 
 
 # ----------------------------------------------------------------------------------------------------
