@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import resource
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,15 +57,9 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-@pytest.fixture(scope="module")
-def memory_tables() -> ModuleType:
-    path = Path(__file__).parents[2] / "docs" / "figures" / "memory_tables.py"
-    spec = importlib.util.spec_from_file_location("memory_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def memory_tables(figures: Callable[[str], Any]) -> Any:
+    return figures("memory_tables")
 
 
 @pytest.fixture
@@ -215,7 +208,7 @@ def test_a_70b_is_planned_by_arithmetic_and_without_its_memory() -> None:
         ("Gemma-2-9B", 1750 + 169 * 7168 / MIB, 3500),
     ],
 )
-def test_the_known_figures_of_full(memory_tables: ModuleType, name: str, added: float, peak: float) -> None:
+def test_the_known_figures_of_full(memory_tables: Any, name: str, added: float, peak: float) -> None:
     plan = Plan.for_pretrained(memory_tables.CONFIGS[name], NF4, torch.bfloat16, precision="full")
     assert plan.added_bytes / MIB == added
     assert plan.peak_bytes / MIB == peak
@@ -223,7 +216,7 @@ def test_the_known_figures_of_full(memory_tables: ModuleType, name: str, added: 
     assert plan.by_role["norm"]["added_bytes"] / MIB < 1.2
 
 
-def test_the_tables_of_the_memory_guide_are_those_of_the_planner(memory_tables: ModuleType) -> None:
+def test_the_tables_of_the_memory_guide_are_those_of_the_planner(memory_tables: Any) -> None:
     written = []
     for name, table in memory_tables.TABLES.items():
         found = memory_tables.section(memory_tables.MEMORY_PAGE, name)
@@ -237,7 +230,7 @@ def test_the_tables_of_the_memory_guide_are_those_of_the_planner(memory_tables: 
 
 
 @pytest.mark.thorough
-def test_the_table_of_steps_is_the_predictors(memory_tables: ModuleType) -> None:
+def test_the_table_of_steps_is_the_predictors(memory_tables: Any) -> None:
     found = memory_tables.section(memory_tables.STEP_PAGE, memory_tables.STEPS)
     assert found.strip() == memory_tables.step_table()
 
