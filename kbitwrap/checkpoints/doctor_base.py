@@ -136,6 +136,12 @@ def scales(base: Base) -> Result | None:
             "load the base again, and save it before it runs in eval mode there, or by export",
         )
 
+    if base.are_scales_hidden:
+        return not_measured(
+            "whether scales lie in the order of their 4-bit weights",
+            "the weights are repacked for this CPU now, which hides it: examine a folder, or load the base again",
+        )
+
     return fine("those of 4-bit weights lie in the order of the weights")
 
 

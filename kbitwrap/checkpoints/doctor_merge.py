@@ -27,17 +27,13 @@ from .doctor_base import tells_dequantized
 from .doctor_report import Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
 from .fitting import Fitting, fitting_quantization
-from .measure import MergeMeasure, Told, measure_merge
+from .measure import OTHER, TRAINED, MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import MergedSide, plain_side, read_merged, walk_merged
 
 _NAME = "merge"
 _WHAT = "how much of the adapter was merged"
 _GIVE = "give the quantization (quantization_config, --quant)"
-_REMEDY = (
-    "merge again: kbitwrap merge ADAPTER --out DIR, with the --quant of the training where nothing records it, or "
-    "export(merge_adapters=True)"
-)
 
 
 def measure(
@@ -58,22 +54,25 @@ def measure(
 
     manifest = saved_manifest(Path(given.adapter))
     quantization = given.quantization_config
-    remedy = _REMEDY
+    remedy = again = _merge_again(given)
     try:
         merged = _merged(subject)
     except ConfigError as error:
         what = "the merged checkpoint cannot be loaded"
-        examination.add(_NAME, where, fault(what, str(error), _REMEDY))
+        examination.add(_NAME, where, fault(what, str(error), again))
         return None
 
     is_known = _is_told(given, manifest)
     if not is_known:
         quantization = _in_training(_quantization_of(subject), given.adapter)
     assumed = ""
+    is_other = False
+    if not is_known and quantization is not None:
+        assumed = f"{_form(quantization)}, which is the checkpoint's own"
     try:
         if not is_known and quantization is None:
             quantization, assumed = _fitting(merged, given)
-            remedy = f"{_GIVE}; if it is right {assumed}: {_REMEDY}"
+            remedy = f"{_GIVE}; if it is right {assumed}: {again}"
             why = (
                 "nothing records the base's quantization, so its weights were taken "
                 f"{assumed}; {_GIVE}"
@@ -84,10 +83,11 @@ def measure(
             if other is not None:
                 fitting, form = other
                 quantization = fitting.config
-                assumed = f"in {fitting.kind}, not {form}"
+                is_other = True
+                assumed = f"in {fitting.kind}, not {form} as given"
                 give = f"give that (quantization_config, --quant {fitting.kind})"
                 remedy = (
-                    f"if it was trained in {fitting.kind}, {give}; otherwise {_REMEDY}"
+                    f"if it was trained in {fitting.kind}, {give}; otherwise {again}"
                 )
                 what = f"it was merged onto the base's weights {assumed}"
                 evidence = f"the checkpoint fits {fitting.kind}"
@@ -103,10 +103,12 @@ def measure(
         return None
 
     found = dataclasses.replace(found, assumed=assumed)
+    if is_other and found.onto == TRAINED:
+        found = dataclasses.replace(found, onto=OTHER)
     for one in found.faults:
         examination.add(_NAME, where, fault(one.cause, one.told, remedy))
 
-    if not found.faults:
+    if not found.faults and not is_other:
         examination.add(_NAME, where, fine(str(found)))
 
     return found
@@ -196,6 +198,32 @@ def _fitting(merged: MergedSide, given: Given) -> tuple[Any, str]:
     return fitting.config, f"in {fitting.kind}, which the checkpoint fits"
 
 
+def _merge_again(given: Given) -> str:
+    """What to do about a wrong merge."""
+    kind = None
+    if given.quantization_config is not None:
+        kind = _kind(given.quantization_config)
+    quant = f" --quant {kind}" if kind else ""
+    unrecorded = (
+        "" if kind else ", with the --quant of the training where nothing records it"
+    )
+    return f"merge again: kbitwrap merge ADAPTER{quant} --out DIR{unrecorded}, or export(merge_adapters=True)"
+
+
+def _kind(settings: Any) -> str | None:
+    """The kind of a quantization config, such as ``"nf4"``; ``None`` where it has no name."""
+    fields = settings.to_dict() if hasattr(settings, "to_dict") else settings
+    return kind_of(fields or {})
+
+
+def _form(settings: Any) -> str:
+    """The form of a base's weights in a quantization, in words."""
+    kind = _kind(settings)
+    if kind is None:
+        return "quantized"
+    return "as they are" if kind == QuantKind.NONE.value else f"in {kind}"
+
+
 def _told_kind(given: Given, manifest: Manifest | None) -> str | None:
     """The kind of quantization in training that the caller gives, such as ``"nf4"``; ``None`` where files say it."""
     settings = given.quantization_config
@@ -203,9 +231,7 @@ def _told_kind(given: Given, manifest: Manifest | None) -> str | None:
     if settings is None or _is_told(unsaid, manifest):
         return None
 
-    if hasattr(settings, "to_dict"):
-        settings = settings.to_dict()
-    return kind_of(settings or {})
+    return _kind(settings)
 
 
 def _other_fitting(
@@ -215,19 +241,27 @@ def _other_fitting(
     given = subject.given
     saved = read_adapter(Path(given.adapter))
     told = _told_kind(given, manifest)
-    if told is None or _quantization_of(subject) is not None:
+    if told is None:
         return None
 
-    fitting = fitting_quantization(
+    own = _quantization_of(subject)
+    if own is not None:
+        kind = _kind(own)
+        if kind in (None, told):
+            return None
+        fitting = Fitting(QuantKind(kind), _in_training(own, given.adapter))
+        return fitting, _form(given.quantization_config)
+
+    found = fitting_quantization(
         merged,
         given.base,
         saved,
         _dtype_in_training(given, merged),
         given.trust_remote_code,
     )
-    if fitting is None or fitting.kind.value == told:
+    if found is None or found.kind.value == told:
         return None
-    return fitting, "as they are" if told == QuantKind.NONE.value else f"in {told}"
+    return found, _form(given.quantization_config)
 
 
 def _in_training(settings: Any, adapter: Any) -> Any:

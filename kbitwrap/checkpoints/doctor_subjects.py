@@ -16,7 +16,11 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..manifest.manifest import Manifest
-from ..model.bitsandbytes_layers import has_transposed_scales, quant_state_of
+from ..model.bitsandbytes_layers import (
+    has_transposed_scales,
+    is_repacked,
+    quant_state_of,
+)
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import meta_model
 from ..model.quantization import Quantization, is_quantized_parameter
@@ -138,6 +142,8 @@ class Base:
         transposed: The 4-bit weights whose scales lie in the order of another layout.
         left: Float32 that a preparation left; ``None`` where that cannot be told.
         use_cache: The configs' ``use_cache``, by config; empty while it is prepared.
+        are_scales_hidden: Whether a weight is repacked now, so that nothing tells in which
+            order its scales lay before.
         is_all_float32: Whether nothing says that the original was half.
     """
 
@@ -149,6 +155,7 @@ class Base:
     transposed: Sequence[str]
     left: Sequence[str] | None
     use_cache: Mapping[str, Any]
+    are_scales_hidden: bool = False
     is_all_float32: bool = False
 
     @functools.cached_property
@@ -440,6 +447,7 @@ def _saved_base(path: Path) -> Base:
         _saved_transposed(checkpoint.tensors),
         left,
         use_cache,
+        False,
         report.half_dtype is None and report.dtypes.keys() == {"float32"},
     )
 
@@ -530,7 +538,11 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
 
     dtype = getattr(config, "dtype", None)
     ties = tied_names(meta)
-    return Base(plain, meta, ties, dtype, sources, transposed, left, use_cache)
+    states = [quant_state_of(one.module, one.parameter) for one in tree.base_tensors]
+    is_hidden = any(state is not None and is_repacked(vars(state)) for state in states)
+    return Base(
+        plain, meta, ties, dtype, sources, transposed, left, use_cache, is_hidden
+    )
 
 
 def _left_in_float32(plain: Tensors, meta: nn.Module) -> list[str]:

@@ -20,9 +20,13 @@ from .sides import MergedSide, Side, merged_onto, plain_side
 
 _WEIGHT = ".weight"
 
-# The largest difference of a weight from a merge, as a part of its length: rounding to
-# half takes up to 2**-9, and that of the base before it as much.
-_MOST_OFF = 2.0**-7
+# The least part of what a quantization changes in a weight that a checkpoint fitting it
+# holds: 1 is all of it, and one of another form of the base holds 0, whatever was added.
+_LEAST_HELD = 0.5
+# The largest difference of a weight from a merge, as a part of its length, that another
+# adapter explains; larger ones are of other weights.
+_MOST_OFF = 0.5
+_MOST_WEIGHTS = 3  # that are asked: one that is broken, or zero, tells nothing
 
 
 @dataclass(frozen=True)
@@ -49,29 +53,43 @@ def fitting_quantization(
 
     ``None`` where it holds those of the base as it is, or of no quantization of
     bitsandbytes. The base is loaded once, unquantized; of its weights one alone is
-    quantized, in each kind.
+    quantized, in each kind, or the next where that tells none.
     """
     trained, adapted = _load(base, saved, dtype, trust_remote_code)
     side = plain_side(adapted, is_merged=False)
-    name = _quantized_weight(trained.model, side, saved, merged)
-    if name is None:
-        return None
+    names = _quantized_weights(trained.model, side, saved, merged)
+    for name in names[:_MOST_WEIGHTS]:
+        fitting = _fitting_of(name, trained.model, adapted, side, merged)
+        if fitting is not None:
+            return fitting
 
+    return None
+
+
+def _fitting_of(
+    name: str, model: nn.Module, adapted: nn.Module, side: Side, merged: MergedSide
+) -> Fitting | None:
+    """The quantization whose values, with the adapter merged, a weight holds; ``None`` where it tells none."""
     fqn = side.names_in_model()[name]
     original = materialize(side.saved[name])
     found = materialize(merged.tensors[name]).float()
 
-    def off(values: Tensor) -> float:
+    def merged_with(values: Tensor) -> Tensor:
         weight = merged_onto(adapted, {fqn: values})[fqn]
-        return _off(found, materialize(weight).float())
+        return materialize(weight).float().to(found.device)
 
+    as_it_is = merged_with(original)
+    difference = found - as_it_is
     nearest = None
-    least = off(original)
+    least = min(float(difference.norm()), _MOST_OFF * float(as_it_is.norm()))
     for kind, config in _configs().items():
-        layer = layers_to_quantize(trained.model, config)[fqn.removesuffix(_WEIGHT)]
-        of_kind = off(_dequantized(layer, original))
-        if of_kind < min(least, _MOST_OFF):
-            nearest, least = Fitting(kind, config), of_kind
+        layer = layers_to_quantize(model, config)[fqn.removesuffix(_WEIGHT)]
+        in_kind = merged_with(_dequantized(layer, original))
+        change = in_kind - as_it_is
+        held = float((difference * change).sum() / change.square().sum())
+        off = float((found - in_kind).norm())
+        if held >= _LEAST_HELD and off < least:
+            nearest, least = Fitting(kind, config), off
 
     return nearest
 
@@ -97,24 +115,25 @@ def _load(
         return load_adapted(base, saved, None, False, dtype, "cpu", trust_remote_code)
 
 
-def _quantized_weight(
+def _quantized_weights(
     model: nn.Module, side: Side, saved: SavedAdapter, merged: MergedSide
-) -> str | None:
-    """The name of the first matrix that bitsandbytes quantizes, and the checkpoint holds.
+) -> list[str]:
+    """The names of the matrices that bitsandbytes quantizes, and the checkpoint holds.
 
-    It is none that the adapter trained whole.
+    Those that the adapter trained whole are left out.
     """
     config = _configs()[QuantKind.NF4]
     weights = {f"{fqn}{_WEIGHT}" for fqn in layers_to_quantize(model, config)}
     fqns = side.names_in_model()
+    names = []
     for name, tensor in side.saved.items():
         found = merged.tensors.get(name)
         if found is None or found.shape != tensor.shape:
             continue
         if fqns[name] in weights and fqns[name] not in saved.held:
-            return name
+            names.append(name)
 
-    return None
+    return names
 
 
 def _dequantized(layer: nn.Module, original: Tensor) -> Tensor:
@@ -122,9 +141,3 @@ def _dequantized(layer: nn.Module, original: Tensor) -> Tensor:
     make_pending(layer, original)
     values = dequantizer(layer)(...)
     return values.t() if is_transposed(layer) else values
-
-
-def _off(found: Tensor, expected: Tensor) -> float:
-    """The length of the difference, as a part of the expected one."""
-    expected = expected.to(found.device)
-    return float((found - expected).norm() / expected.norm())

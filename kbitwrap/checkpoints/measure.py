@@ -135,6 +135,8 @@ class MergeMeasure:
                 f"added to the base's weights {self.assumed}; nothing records whether "
                 "it was trained on these"
             )
+        if self.assumed and self.onto == OTHER:
+            base = f"added to the base's weights {self.assumed}"
         return f"a merge: {self.kept:.1%} of the adapter's delta, {base}"
 
 

@@ -46,8 +46,8 @@ _TITLES = {
 }
 _NEXT = """Next, with your own:
   kbitwrap plan MODEL --step --budget 8GiB
-  kbitwrap merge ADAPTER --quant nf4 --out DIR
-  kbitwrap doctor DIR --adapter ADAPTER --quant nf4"""
+  kbitwrap merge ADAPTER --quant KIND --out DIR
+  kbitwrap doctor DIR --adapter ADAPTER --quant KIND"""
 SUMMARY = (
     "Prepare, train and merge a small model PEFT's way and ours, and check each step."
 )
@@ -179,11 +179,13 @@ def _fall(result: Result) -> str:
 
 def _conclusion(result: Result) -> str:
     """The sentences on what PEFT's way loses, and on what ours keeps."""
-    names = {"PEFT's way": "peft", "Ours": result["precision"]}
+    precision = result["precision"]
+    ours = f'Ours, with "{precision}",'
+    names = {"PEFT's way": "peft", ours: precision}
     lost = {}
     if result["merges"]:
         lost["PEFT's way"] = _percent(result["merges"][0]["lost"])
-        lost["Ours"] = _percent(result["merges"][-1]["lost"])
+        lost[ours] = _percent(result["merges"][-1]["lost"])
     sentences = []
     for subject, name in names.items():
         side = result["sides"][name]
@@ -219,7 +221,7 @@ def _sides(result: Result) -> Rows:
 
 def _merges(merges: list[Result]) -> Rows:
     """A row for each way to merge, ours last."""
-    rows = [["merged by", "fine-tune lost", "kbitwrap doctor says"]]
+    rows = [["merged by", "fine-tune lost, by KL", "kbitwrap doctor says"]]
     for merge in merges:
         rows.append([merge["name"], _percent(merge["lost"]), _verdict(merge)])
     return rows

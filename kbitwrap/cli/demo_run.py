@@ -37,10 +37,10 @@ from .losses import evaluate, logits
 _NUM_PROMPT = 32
 _NUM_GENERATED = 64
 
-# The held-out loss has to fall by a hundredth of itself at least, and by three standard
+# The held-out loss has to fall by 0.3 % of itself at least, and by three standard
 # errors of its mean fall over the blocks, so that neither noise nor a training that
 # does nothing passes.
-_LEAST_RELATIVE_FALL = 0.01
+_LEAST_RELATIVE_FALL = 0.003
 _LEAST_STANDARD_ERRORS = 3.0
 
 State = dict[str, torch.Tensor]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kbitwrap import QuantKind, doctor, merge_checkpoint
 from kbitwrap.bench.settings import quantization_config
@@ -79,9 +80,10 @@ def test_a_checkpoint_that_fits_another_quantization_than_the_one_told_says_whic
     config = quantization_config(told, None) or False
     report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=config)
     (found,) = report.findings
-    assert found.what == f"it was merged onto the base's weights in nf4-double, not {TOLD[told]}"
+    assert found.what == f"it was merged onto the base's weights in nf4-double, not {TOLD[told]} as given"
     assert "--quant nf4-double" in found.remedy
-    assert "nothing records whether it was trained on these" in str(report.merge)
+    assert str(report.merge).endswith(f"in nf4-double, not {TOLD[told]} as given")
+    assert report.merge.onto == "other"
     right = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=double)
     assert not right.findings
     assert str(right.merge).endswith("added to the weights that it was trained on")
@@ -101,3 +103,47 @@ def test_a_mixed_merge_is_measured_by_its_own_quantization_without_what_was_merg
     merge_checkpoint(base, adapter, tmp_path / "merged", merge_as="mixed", quantization_config=nf4)
     report = doctor(tmp_path / "merged", base=base, adapter=adapter)
     assert (report.merge.onto, report.findings) == ("trained", ())
+
+
+def test_the_quantization_is_found_of_a_merge_of_another_adapter(tmp_path: Path) -> None:
+    base, adapter = make("llama", tmp_path, torch.bfloat16)
+    other = training.adapt("llama", zoo.load("llama"))
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.05)
+    other.save_pretrained(tmp_path / "other")
+    double = quantization_config("nf4-double", torch.bfloat16)
+    merge_checkpoint(base, tmp_path / "other", tmp_path / "merged", quantization_config=double)
+    found = fitting.fitting_quantization(read_merged(tmp_path / "merged"), base, read_adapter(adapter), torch.bfloat16)
+    assert found is not None
+    assert found.kind is QuantKind.NF4_DOUBLE
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_a_first_weight_that_tells_nothing_leaves_the_next_to_tell(value: float, tmp_path: Path) -> None:
+    base, adapter = make("llama", tmp_path, torch.bfloat16)
+    nf4 = quantization_config("nf4", torch.bfloat16)
+    merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=nf4)
+    (file,) = (tmp_path / "merged").glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name].fill_(value)
+    save_file(tensors, file, {"format": "pt"})
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter)
+    (found,) = report.findings
+    assert name in found.evidence
+    assert report.merge.assumed.startswith("in nf4")
+
+
+@pytest.mark.parametrize("own", [QuantKind.NF4, QuantKind.INT8])
+def test_a_quantized_merge_of_another_kind_than_the_one_told_says_which(own: QuantKind, tmp_path: Path) -> None:
+    base, adapter = make("llama", tmp_path, torch.bfloat16, lora_alpha=0.5)  # a small delta
+    config = quantization_config(own, torch.bfloat16)
+    merge_checkpoint(base, adapter, tmp_path / "merged", merge_as="quantized", quantization_config=config)
+    report = doctor(
+        tmp_path / "merged", base=base, adapter=adapter, quantization_config=quantization_config("fp4", None)
+    )
+    (found,) = report.findings
+    assert found.what == f"it was merged onto the base's weights in {own}, not in fp4 as given"
+    assert report.merge.onto == "other"

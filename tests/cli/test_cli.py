@@ -183,7 +183,10 @@ def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: R
     assert_fits_a_screen(default_run.out, 80)
     said = " ".join(default_run.out.split())
     assert "PEFT's way adds 267,776 bytes, leaves 19 things changed, and loses " in said
-    assert "Ours adds 0 bytes, leaves nothing changed, and loses < 0.01 % of the fine-tune in a merge." in said
+    assert (
+        'Ours, with "norms", adds 0 bytes, leaves nothing changed, and loses < 0.01 % of the fine-tune in a merge.'
+        in said
+    )
     assert said.count("not a merge") == 1
     assert "% a merge, on the original weights kbitwrap's export < 0.01 % a merge, on the trained weights" in said
     before, after = map(float, re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", default_run.out)[0])
