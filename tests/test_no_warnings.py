@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from support import pages, zoo
+from support.files import save_tokenizer
 
 # What the reader's own calls of other libraries print, each with the call.
 OF_OTHERS = (
@@ -31,9 +32,10 @@ OF_OTHERS = (
 
 BEFORE = """\
 import sys, torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 model = AutoModelForCausalLM.from_pretrained("base", quantization_config=quantization, dtype=torch.bfloat16)
+tokenizer = AutoTokenizer.from_pretrained("tokenizer")
 ids = torch.arange(16).view(2, 8)
 
 def train(peft_model):
@@ -69,6 +71,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The lines on standard error that no other library accounts for, by the command; those of the block by ''."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "base").symlink_to(zoo.checkpoint("llama"))
+    save_tokenizer(folder / "tokenizer", 64)
     block = pages.program(pages.ROOT / "README.md", "with KbitPreparedModel(model) as prepared")
     block, count = re.subn(r"\.\.\.  # train$", TRAIN, block, flags=re.MULTILINE)
     assert count == 1
