@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from kbitwrap import Plan, Precision, StepMemory, predict_step
-from sections import DOCS, replace_section, section
+from sections import DOCS, replace_section
 
 _LLAMA_SHAPED = {
     "hidden_size": 4096,
@@ -132,7 +132,6 @@ def step_table() -> str:
 MEMORY_PAGE, STEP_PAGE = DOCS / "memory.md", DOCS / "step.md"
 TABLES: dict[str, Callable[[], str]] = {"added": added_table, "roles": role_table, "peak": peak_table}
 STEPS = "steps"
-__all__ = ["CONFIGS", "MEMORY_PAGE", "STEPS", "STEP_PAGE", "TABLES", "section", "step", "step_table"]
 
 
 def main() -> None:

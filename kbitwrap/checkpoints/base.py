@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import StrPath
+from ..config import QuantKind, StrPath
 from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..manifest.pending import BaseCheck
@@ -325,23 +325,26 @@ def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str
     return settings
 
 
-def kind_of(settings: Mapping[str, Any]) -> str | None:
-    """A kind of bitsandbytes' quantization, such as nf4-double, or none.
+def kind_of(settings: Mapping[str, Any]) -> QuantKind | None:
+    """The kind of bitsandbytes' quantization that settings are of.
 
-    ``None`` where it is of another library, or of several parts of a model.
+    ``None`` where they are of another library, of several parts of a model, or of a kind
+    that is not known.
     """
     if not settings:
-        return "none"
+        return QuantKind.NONE
 
     if settings.get("load_in_8bit"):
-        return "int8"
+        return QuantKind.INT8
 
     if not settings.get("load_in_4bit"):
         return None
 
-    kind = str(settings.get("bnb_4bit_quant_type") or "fp4")
-    is_double = settings.get("bnb_4bit_use_double_quant")
-    return f"{kind}-double" if is_double else kind
+    name = str(settings.get("bnb_4bit_quant_type") or "fp4")
+    if settings.get("bnb_4bit_use_double_quant"):
+        name += "-double"
+    known = {kind.value: kind for kind in QuantKind}
+    return known.get(name)
 
 
 def _refuse_other_quantization(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ def measure(
         return None
 
     manifest = saved_manifest(Path(given.adapter))
-    quantization = given.quantization_config
-    remedy = again = _merge_again(given)
+    again = _merge_again(given)
     try:
         merged = _merged(subject)
     except ConfigError as error:
@@ -62,37 +62,9 @@ def measure(
         examination.add(_NAME, where, fault(what, str(error), again))
         return None
 
-    is_known = _is_told(given, manifest)
-    if not is_known:
-        quantization = _in_training(_quantization_of(subject), given.adapter)
-    assumed = ""
-    is_other = False
-    if not is_known and quantization is not None:
-        assumed = f"{_form(quantization)}, which is the checkpoint's own"
     try:
-        if not is_known and quantization is None:
-            quantization, assumed = _fitting(merged, given)
-            remedy = f"{_GIVE}; if it is right {assumed}: {again}"
-            why = (
-                "nothing records the base's quantization, so its weights were taken "
-                f"{assumed}; {_GIVE}"
-            )
-            examination.add(_NAME, where, not_measured(QUANTIZATION, why))
-        else:
-            other = _other_fitting(merged, subject, manifest)
-            if other is not None:
-                fitting, form = other
-                quantization = fitting.config
-                is_other = True
-                assumed = f"in {fitting.kind}, not {form} as given"
-                give = f"give that (quantization_config, --quant {fitting.kind})"
-                remedy = (
-                    f"if it was trained in {fitting.kind}, {give}; otherwise {again}"
-                )
-                what = f"it was merged onto the base's weights {assumed}"
-                evidence = f"the checkpoint fits {fitting.kind}"
-                examination.add(_NAME, where, fault(what, evidence, remedy))
-        found = _measure(merged, given, quantization, manifest, progress)
+        taken = _taken(examination, subject, merged, manifest)
+        found = _measure(merged, given, taken.quantization, manifest, progress)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
@@ -102,16 +74,66 @@ def measure(
         examination.add(_NAME, where, not_measured(_WHAT, str(error)))
         return None
 
-    found = dataclasses.replace(found, assumed=assumed)
-    if is_other and found.onto == TRAINED:
+    found = dataclasses.replace(found, assumed=taken.assumed)
+    if taken.is_other and found.onto == TRAINED:
         found = dataclasses.replace(found, onto=OTHER)
     for one in found.faults:
-        examination.add(_NAME, where, fault(one.cause, one.told, remedy))
+        examination.add(_NAME, where, fault(one.cause, one.told, taken.remedy))
 
-    if not found.faults and not is_other:
+    if not found.faults and not taken.is_other:
         examination.add(_NAME, where, fine(str(found)))
 
     return found
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The quantization of the base that a merge is compared with.
+
+    Attributes:
+        quantization: As for `load_base`.
+        remedy: The remedy of what is wrong beside it.
+        assumed: As of `MergeMeasure`.
+        is_other: Whether it is another than the caller gave.
+    """
+
+    quantization: Any
+    remedy: str
+    assumed: str = ""
+    is_other: bool = False
+
+
+def _taken(
+    examination: Examination,
+    subject: Subject,
+    merged: MergedSide,
+    manifest: Manifest | None,
+) -> _Taken:
+    """Take the quantization that is told, or else the one that the checkpoint tells, and note the latter."""
+    given, where = subject.given, subject.where
+    again = _merge_again(given)
+    if _is_told(given, manifest):
+        other = _other_fitting(merged, subject, manifest)
+        if other is None:
+            return _Taken(given.quantization_config, again)
+
+        kind, form = other.kind, _form(given.quantization_config)
+        assumed = f"in {kind}, not {form} as given"
+        give = f"give that (quantization_config, --quant {kind})"
+        remedy = f"if it was trained in {kind}, {give}; otherwise {again}"
+        what = f"it was merged onto the base's weights {assumed}"
+        evidence = f"the checkpoint fits {kind}"
+        examination.add(_NAME, where, fault(what, evidence, remedy))
+        return _Taken(other.config, remedy, assumed, is_other=True)
+
+    own = _in_training(_quantization_of(subject), given.adapter)
+    if own is not None:
+        return _Taken(own, again, f"{_form(own)}, which is the checkpoint's own")
+
+    quantization, assumed = _fitting(merged, given)
+    why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
+    examination.add(_NAME, where, not_measured(QUANTIZATION, why))
+    return _Taken(quantization, f"{_GIVE}; if it is right {assumed}: {again}", assumed)
 
 
 def dequantized_base(folder: Folder) -> Result | None:
@@ -199,7 +221,7 @@ def _fitting(merged: MergedSide, given: Given) -> tuple[Any, str]:
 
 
 def _merge_again(given: Given) -> str:
-    """What to do about a wrong merge."""
+    """The remedy of a wrong merge."""
     kind = None
     if given.quantization_config is not None:
         kind = _kind(given.quantization_config)
@@ -210,8 +232,8 @@ def _merge_again(given: Given) -> str:
     return f"merge again: kbitwrap merge ADAPTER{quant} --out DIR{unrecorded}, or export(merge_adapters=True)"
 
 
-def _kind(settings: Any) -> str | None:
-    """The kind of a quantization config, such as ``"nf4"``; ``None`` where it has no name."""
+def _kind(settings: Any) -> QuantKind | None:
+    """The kind of a quantization config; ``None`` where it is of no kind that is known."""
     fields = settings.to_dict() if hasattr(settings, "to_dict") else settings
     return kind_of(fields or {})
 
@@ -221,11 +243,11 @@ def _form(settings: Any) -> str:
     kind = _kind(settings)
     if kind is None:
         return "quantized"
-    return "as they are" if kind == QuantKind.NONE.value else f"in {kind}"
+    return "as they are" if kind is QuantKind.NONE else f"in {kind}"
 
 
-def _told_kind(given: Given, manifest: Manifest | None) -> str | None:
-    """The kind of quantization in training that the caller gives, such as ``"nf4"``; ``None`` where files say it."""
+def _told_kind(given: Given, manifest: Manifest | None) -> QuantKind | None:
+    """The kind of quantization in training that the caller gives; ``None`` where files say it."""
     settings = given.quantization_config
     unsaid = dataclasses.replace(given, quantization_config=None)
     if settings is None or _is_told(unsaid, manifest):
@@ -236,10 +258,9 @@ def _told_kind(given: Given, manifest: Manifest | None) -> str | None:
 
 def _other_fitting(
     merged: MergedSide, subject: Subject, manifest: Manifest | None
-) -> tuple[Fitting, str] | None:
-    """The quantization that a checkpoint in half fits, where it is told to be another; and that one."""
+) -> Fitting | None:
+    """The quantization that a checkpoint fits, where the caller gives another."""
     given = subject.given
-    saved = read_adapter(Path(given.adapter))
     told = _told_kind(given, manifest)
     if told is None:
         return None
@@ -249,9 +270,9 @@ def _other_fitting(
         kind = _kind(own)
         if kind in (None, told):
             return None
-        fitting = Fitting(QuantKind(kind), _in_training(own, given.adapter))
-        return fitting, _form(given.quantization_config)
+        return Fitting(kind, _in_training(own, given.adapter))
 
+    saved = read_adapter(Path(given.adapter))
     found = fitting_quantization(
         merged,
         given.base,
@@ -259,9 +280,7 @@ def _other_fitting(
         _dtype_in_training(given, merged),
         given.trust_remote_code,
     )
-    if found is None or found.kind.value == told:
-        return None
-    return found, _form(given.quantization_config)
+    return None if found is None or found.kind is told else found
 
 
 def _in_training(settings: Any, adapter: Any) -> Any:

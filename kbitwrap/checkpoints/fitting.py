@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from .base import TrainedBase, load_adapted
 from .sides import MergedSide, Side, merged_onto, plain_side
 
 _WEIGHT = ".weight"
+# the layers of one kind of quantization, by their fqns, without weights
+_Layers = Mapping[str, nn.Module]
 
 # The least part of what a quantization changes in a weight that a checkpoint fitting it
 # holds: 1 is all of it, and one of another form of the base holds 0, whatever was added.
@@ -57,19 +60,28 @@ def fitting_quantization(
     """
     trained, adapted = _load(base, saved, dtype, trust_remote_code)
     side = plain_side(adapted, is_merged=False)
-    names = _quantized_weights(trained.model, side, saved, merged)
+    configs = _configs()
+    layers = {}
+    for kind, config in configs.items():
+        layers[kind] = layers_to_quantize(trained.model, config)
+
+    names = _quantized_weights(layers[QuantKind.NF4], side, saved, merged)
     for name in names[:_MOST_WEIGHTS]:
-        fitting = _fitting_of(name, trained.model, adapted, side, merged)
-        if fitting is not None:
-            return fitting
+        nearest = _kind_of(name, layers, adapted, side, merged)
+        if nearest is not None:
+            return Fitting(nearest, configs[nearest])
 
     return None
 
 
-def _fitting_of(
-    name: str, model: nn.Module, adapted: nn.Module, side: Side, merged: MergedSide
-) -> Fitting | None:
-    """The quantization whose values, with the adapter merged, a weight holds; ``None`` where it tells none."""
+def _kind_of(
+    name: str,
+    layers: Mapping[QuantKind, _Layers],
+    adapted: nn.Module,
+    side: Side,
+    merged: MergedSide,
+) -> QuantKind | None:
+    """The kind of quantization whose values, with the adapter merged, a weight holds; ``None`` where it tells none."""
     fqn = side.names_in_model()[name]
     original = materialize(side.saved[name])
     found = materialize(merged.tensors[name]).float()
@@ -82,14 +94,14 @@ def _fitting_of(
     difference = found - as_it_is
     nearest = None
     least = min(float(difference.norm()), _MOST_OFF * float(as_it_is.norm()))
-    for kind, config in _configs().items():
-        layer = layers_to_quantize(model, config)[fqn.removesuffix(_WEIGHT)]
+    for kind, of_kind in layers.items():
+        layer = of_kind[fqn.removesuffix(_WEIGHT)]
         in_kind = merged_with(_dequantized(layer, original))
         change = in_kind - as_it_is
         held = float((difference * change).sum() / change.square().sum())
         off = float((found - in_kind).norm())
         if held >= _LEAST_HELD and off < least:
-            nearest, least = Fitting(kind, config), off
+            nearest, least = kind, off
 
     return nearest
 
@@ -116,14 +128,13 @@ def _load(
 
 
 def _quantized_weights(
-    model: nn.Module, side: Side, saved: SavedAdapter, merged: MergedSide
+    layers: _Layers, side: Side, saved: SavedAdapter, merged: MergedSide
 ) -> list[str]:
     """The names of the matrices that bitsandbytes quantizes, and the checkpoint holds.
 
     Those that the adapter trained whole are left out.
     """
-    config = _configs()[QuantKind.NF4]
-    weights = {f"{fqn}{_WEIGHT}" for fqn in layers_to_quantize(model, config)}
+    weights = {f"{fqn}{_WEIGHT}" for fqn in layers}
     fqns = side.names_in_model()
     names = []
     for name, tensor in side.saved.items():

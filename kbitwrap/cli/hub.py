@@ -255,7 +255,7 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
 
 
 def described_by(model: str, trust_remote_code: bool) -> Any:
-    """What the library builds a model from.
+    """The source that the library builds a model from.
 
     Args:
         model: A folder, a ``config.json``, or a name on the hub.

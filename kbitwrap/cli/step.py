@@ -290,7 +290,7 @@ class Predicted:
         return ", or ".join(fitting)
 
     def _shortfall(self, limit: Limit) -> str:
-        """What the precision takes that takes least, and what fits a limit with it."""
+        """The bytes of the precision that takes least, and the sizes that fit a limit with it."""
         steps = self.steps
         name = min(steps, key=lambda other: steps[other].needed_bytes)
         step = steps[name]
@@ -313,7 +313,7 @@ class Predicted:
         return said
 
     def _beside(self, limit: Limit, name: str) -> str:
-        """What a device holds beside a limit that is filled, or what such a limit leaves no room for.
+        """The bytes that a device holds beside a limit that is filled, or that such a limit leaves no room for.
 
         Args:
             limit: The limit.

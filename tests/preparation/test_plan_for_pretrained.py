@@ -216,10 +216,13 @@ def test_the_known_figures_of_full(memory_tables: Any, name: str, added: float, 
     assert plan.by_role["norm"]["added_bytes"] / MIB < 1.2
 
 
-def test_the_tables_of_the_memory_guide_are_those_of_the_planner(memory_tables: Any) -> None:
+def test_the_tables_of_the_memory_guide_are_those_of_the_planner(
+    memory_tables: Any, figures: Callable[[str], Any]
+) -> None:
+    section = figures("sections").section
     written = []
     for name, table in memory_tables.TABLES.items():
-        found = memory_tables.section(memory_tables.MEMORY_PAGE, name)
+        found = section(memory_tables.MEMORY_PAGE, name)
         assert found.strip() == table()
         written += found.splitlines()
     assert [line for line in written if line.startswith("| Mistral-7B-v0.3 |")] == [
@@ -230,8 +233,8 @@ def test_the_tables_of_the_memory_guide_are_those_of_the_planner(memory_tables: 
 
 
 @pytest.mark.thorough
-def test_the_table_of_steps_is_the_predictors(memory_tables: Any) -> None:
-    found = memory_tables.section(memory_tables.STEP_PAGE, memory_tables.STEPS)
+def test_the_table_of_steps_is_the_predictors(memory_tables: Any, figures: Callable[[str], Any]) -> None:
+    found = figures("sections").section(memory_tables.STEP_PAGE, memory_tables.STEPS)
     assert found.strip() == memory_tables.step_table()
 
 
