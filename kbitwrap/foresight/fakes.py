@@ -442,9 +442,8 @@ class FakeModel:
         self._memory: Memory = {}
         self._statistics = Statistics("cpu")
         warm_tables()
-        with self.mode:
-            for module in model.modules():
-                self._replace(module)
+        for module in model.modules():
+            self._replace(module)
 
     @contextlib.contextmanager
     def running(self, *, gives_figures: bool = False) -> Iterator[None]:
@@ -526,7 +525,8 @@ class FakeModel:
     def _made_of(self, tensor: Tensor) -> Tensor:
         """The fake tensor of another one: in the same memory, if that is one of the meta device, which has no bytes."""
         if not tensor.is_meta:
-            return in_memory_of(tensor, self._memory, "cpu")
+            with self.mode:
+                return in_memory_of(tensor, self._memory, "cpu")
         with in_kernel_invocation_manager(self.mode):
             plain = tensor.detach().as_subclass(Tensor)
         return FakeTensor(self.mode, plain, torch.device("cpu"))
@@ -552,7 +552,8 @@ class FakeModel:
     def _fake_parameter(self, module: nn.Module, parameter: Any) -> Tensor:
         """The fake parameter of a module; a quantized one brings its statistics along."""
         if is_quantized_parameter(parameter) and id(parameter) not in self._made:
-            statistics = self._statistics.of(parameter)
+            with self.mode:
+                statistics = self._statistics.of(parameter)
             made = quantize_fakes(module, parameter, statistics, self.fake)
             if made is not None:
                 self._made[id(parameter)] = parameter, made
