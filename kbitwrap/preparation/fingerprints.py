@@ -39,7 +39,7 @@ def _sampled_part(parameter: torch.Tensor) -> torch.Tensor | None:
     It is the first of those that a parameter is made of; ``None`` where there is none.
     """
     parts = dense_parts(parameter)
-    return parts[0].as_subclass(torch.Tensor) if parts else None
+    return parts[0] if parts else None
 
 
 def sample_bytes(parameter: torch.Tensor) -> int:
@@ -67,6 +67,7 @@ def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | 
     part = _sampled_part(parameter)
     if part is None or part.is_meta:
         return None
+    part = part.as_subclass(torch.Tensor)
     if record.quantized_class is not None:
         return sample(part, _RUNS_OF_QUANTIZED)
     taken = sample(part)
