@@ -307,7 +307,7 @@ def warm_tables() -> None:
     """Make the table that bitsandbytes keeps of 8-bit codes, so that it is not made of fake tensors."""
     functional: Any = sys.modules.get("bitsandbytes.functional")
     if functional is not None:
-        functional.quantize_blockwise(torch.zeros(256, device="cpu"))
+        functional.quantize_blockwise(torch.ones(256, device="cpu"))
 
 
 def library_optimizer(
