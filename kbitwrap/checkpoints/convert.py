@@ -346,13 +346,10 @@ def _by_all_names(model: Any, tensors: _Originals) -> _Originals:
 
     The latter are not known where the model is not, which is ``None`` then.
     """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before version 5, under their own names
-        return tensors
-
     if model is None:
         return tensors
+
+    from transformers.core_model_loading import revert_weight_conversion
 
     plain = {
         fqn: _meta_tensor(tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ExportError
 from ..model.records import Place
 from ..tensors.bits import content_digest
 from ..tensors.lazy import LazyTensor, materialize, values_of
@@ -68,18 +67,6 @@ def _untie_configs(model: nn.Module) -> None:
     if not readers:
         for config in tying:
             setattr(config, _FLAG, False)
-        return
-
-    # transformers 5 ties nothing that a checkpoint holds twice, with different values.
-    loading = inspect.signature(getattr(model, "tie_weights", len))
-    if tying and "missing_keys" not in loading.parameters:
-        raise ExportError(
-            f"the tied weights of this {type(model).__name__} were trained apart, and "
-            f"no config describes it then: {readers[0]}.forward computes something "
-            f"else where {_FLAG} is false, and the installed transformers ties what it "
-            "loads where it is true; merge with transformers 5, or export without "
-            "merging"
-        )
 
 
 def _names_in_forward(cls: Any) -> Sequence[str]:

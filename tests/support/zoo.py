@@ -792,6 +792,17 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+class _Unpickler(pickle.Unpickler):
+    """Puts a copy in each place that stands for what was left out."""
+
+    def __init__(self, file: io.BytesIO, copies: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._copies = copies
+
+    def persistent_load(self, place: int) -> Any:
+        return self._copies[place]
+
+
 class Original:
     """A model that nothing runs or changes, kept to be copied: copying modules one by one takes three times as long."""
 
@@ -807,9 +818,8 @@ class Original:
     def copy(self) -> PreTrainedModel:
         """A model that differs in nothing but identities."""
         storages: dict[int, Any] = {}
-        unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
         copies = [_copy(value, storages) for value in self._left_out]
-        unpickler.persistent_load = copies.__getitem__  # type: ignore[method-assign]
+        unpickler = _Unpickler(io.BytesIO(self._pickled), copies)
         model, tensors, attributes = unpickler.load()
         for tensor, values in zip(tensors, attributes, strict=True):
             vars(tensor).update(values)
