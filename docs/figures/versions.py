@@ -37,14 +37,13 @@ EVERYWHERE = (
 COLUMNS = {
     "pinned": "pinned",
     "oldest": "oldest",
-    "torch-2.6": "torch 2.6",
-    "torch-2.14": "torch 2.14",
-    "torch-2.15": "torch 2.15",
+    "torch-2.11": "torch 2.11",
+    "newest": "newest",
     "test-gptqmodel": "GPTQ, AWQ",
     "test-compressed": "AQLM, compressed-tensors",
 }
 TABLES = {
-    "versions": ("pinned", "oldest", "torch-2.6", "torch-2.14", "torch-2.15"),
+    "versions": ("pinned", "oldest", "torch-2.11", "newest"),
     "quantizers": ("test-gptqmodel", "test-compressed"),
 }
 PYTHON = "python"
