@@ -9,7 +9,7 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..model.quantization import is_quantized_parameter
-from ..model.tree import ModelTree, shallow_copy
+from ..model.tree import ModelTree
 from ..tensors.devices import accelerators, random_state
 from ..tensors.dtypes import HALF_DTYPES
 from .base import EditBase, write_attribute
@@ -73,8 +73,20 @@ class Float32Forward:
         self.inner: Any = vars(module).get(forward_slot(module), MISSING)
         # others may hold this after it was removed: then it runs the module's own
         self.is_active = True
+        # made before the module is compiled, since torch compiles the making of no class
+        modules = module.modules()
+        self.shell_classes = {type(one): _shell_class(type(one)) for one in modules}
         # by the kind of input
         self._output_dtypes: dict[Any, Dtypes] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields. No name leads to a class of shells: a copy makes its own."""
+        return vars(self) | {"shell_classes": tuple(self.shell_classes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields of a copy."""
+        classes = {cls: _shell_class(cls) for cls in state["shell_classes"]}
+        self.__dict__ = state | {"shell_classes": classes}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in float32 while active."""
@@ -109,7 +121,7 @@ class Float32Forward:
 
         The output gets the dtype of the unprepared module's.
         """
-        shell = float32_shell(self.module, to_float32)
+        shell = float32_shell(self.module, to_float32, self.shell_classes)
         upcast_args, upcast_kwargs = tree_map(to_float32, (args, kwargs))
         output = forward(shell, *upcast_args, **upcast_kwargs)
         leaves, spec = tree_flatten(output)
@@ -183,26 +195,50 @@ def to_float32(value: Any) -> Any:
     return value
 
 
-def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
-    """An object of the module's class, with half parameters upcast.
+def float32_shell(
+    module: nn.Module, upcast: Callable[[Any], Any], classes: Mapping[type, type]
+) -> nn.Module:
+    """An object like the module, with half parameters upcast.
 
-    Its children's are upcast too. It shares all other attributes with the module.
+    Its children's are upcast too. All other attributes are read from the module: torch
+    compiles no copy of them before 2.13.
+
+    Args:
+        module: A module.
+        upcast: Upcasts a tensor.
+        classes: The classes of shells, by those of the module and its children.
     """
-    shell = shallow_copy(module)
+    shell: nn.Module = object.__new__(classes[type(module)])
+    parameters = {}
     for name, parameter in module._parameters.items():
         if parameter is not None and not is_quantized_parameter(parameter):
-            shell._parameters[name] = upcast(parameter)
-
-    # FSDP1 has views of a weight in place of the parameter.
-    for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
-            vars(shell)[name] = upcast(value)
-
+            parameter = upcast(parameter)
+        parameters[name] = parameter
+    children = {}
     for name, child in module._modules.items():
         if child is not None:
-            shell._modules[name] = float32_shell(child, upcast)
-
+            child = float32_shell(child, upcast, classes)
+        children[name] = child
+    object.__setattr__(shell, "_parameters", parameters)
+    object.__setattr__(shell, "_buffers", dict(module._buffers))
+    object.__setattr__(shell, "_modules", children)
+    object.__setattr__(shell, "_module", module)
+    object.__setattr__(shell, "_upcast", upcast)
     return shell
+
+
+def _shell_class(cls: Any) -> type:
+    """A subclass whose objects read from a module what they do not hold."""
+
+    def getattr_of_shell(shell: Any, name: str) -> Any:
+        for held in (shell._parameters, shell._buffers, shell._modules):
+            if name in held:
+                return held[name]
+        value = getattr(shell._module, name)
+        # FSDP1 has views of a weight in place of the parameter.
+        return shell._upcast(value) if isinstance(value, torch.Tensor) else value
+
+    return type(cls.__name__, (cls,), {"__getattr__": getattr_of_shell})
 
 
 def _kind(value: Any) -> Any:

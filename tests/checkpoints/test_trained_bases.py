@@ -61,7 +61,7 @@ def test_a_reward_adapter_over_a_causal_base_is_merged_by_its_task(num_labels: i
         adapted = get_peft_model(model, config)
         prepared.manifest().save(tmp_path / "kbitwrap.json")
         batch = zoo.inputs("llama", model)
-        batch["labels"] = torch.ones(len(batch["input_ids"]), dtype=torch.float if num_labels == 1 else torch.long)
+        batch["labels"] = torch.ones(len(batch["input_ids"]), dtype=torch.bfloat16 if num_labels == 1 else torch.long)
         adapted(**batch).loss.backward()
         torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.01).step()
         adapted.save_pretrained(tmp_path / "adapter")

@@ -10,7 +10,8 @@ import torch
 
 def allocations(call: Callable[[], object]) -> list[int]:
     """What is allocated, and negative what is freed, while something runs, in order and in bytes; mapped files too."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         call()
     return sizes_in(profile)
 
