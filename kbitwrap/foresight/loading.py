@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import UnsupportedModelError
 from ..model.pretrained import DEQUANTIZED_BY
 from .cuda import ALLOCATION_BYTES
 from .ledger import FORWARD, WEIGHTS, rounded_up
-from .quantization import is_built, is_followed, quantize_weight, warm_tables
+from .quantization import is_built, is_followed, method_of, quantize_weight, warm_tables
 from .tracker import Watch
 
 LOADING = "loading_bytes_of_files"
@@ -81,6 +84,53 @@ def loading_bytes(model: Any) -> int | None:
     for buffer in model.buffers():
         level += _size(buffer)
     return max(highest, level)
+
+
+def refuse_replaced(model: Any) -> None:
+    """Refuse a quantizer that puts tensors of its own in the place of the weights that a model was built with.
+
+    Args:
+        model: The model as ``meta_model`` builds it.
+
+    Raises:
+        UnsupportedModelError: The weights are such, and not of bitsandbytes.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None or is_followed(quantizer):
+        return
+    replaces = quantizer.get_weight_conversions()
+    for name, _ in model.named_parameters():
+        if replaces or quantizer.param_needs_quantization(model, name):
+            raise UnsupportedModelError(
+                f"expected plain tensors and weights of bitsandbytes, found a {type(model).__name__} quantized with "
+                f"{method_of(quantizer)}, which makes tensors of its own of the weights when they are loaded: their "
+                "operations cannot be followed without values. StepTracker measures a step of the loaded model"
+            )
+
+
+def refuse_hqq_files(folder: Any) -> None:
+    """Refuse a folder with layers that HQQ wrote: its config does not say so, and loading makes them anew.
+
+    Args:
+        folder: The folder; what is none, or holds no file that can be read, is let through.
+
+    Raises:
+        UnsupportedModelError: There is such a layer in it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in Path(folder).glob("*.safetensors"):
+        names: list[str] = []
+        with (
+            contextlib.suppress(OSError, SafetensorError),
+            safe_open(file, "pt") as tensors,
+        ):
+            names = list(tensors.keys())
+        if any(name.endswith(".W_q") for name in names):
+            raise UnsupportedModelError(
+                f"{file}: the layers are quantized with HQQ, which the config does not say, and from_pretrained would "
+                "initialize them again: read them by the program on the page on exports, and give the model itself"
+            )
 
 
 class _Loaded(NamedTuple):
