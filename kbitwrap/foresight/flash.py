@@ -9,23 +9,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..model.pretrained import meta_model, read_config
+from .loading import refuse_replaced
 
 _ASKED, _OWN = "flash_attention_2", "kbitwrap_flash_attention_2"
 
 
-def flash_model(source: Any, quantization_config: Any, dtype: Any) -> nn.Module | None:
-    """The model of a config that asks for the package, with a stand-in for its attention; ``None`` of another one."""
-    # a config object: files do not say it
-    if getattr(source, "_attn_implementation", None) != _ASKED:
-        return None
-    config = read_config(source)
-    from transformers import AttentionInterface, AttentionMaskInterface
+def built_model(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
+    """Build the model that is loaded, without weights; one that asks for the package attends by a stand-in.
 
-    config._attn_implementation = "sdpa"
-    model: Any = meta_model(config, quantization_config, dtype)
-    AttentionInterface.register(_OWN, _attend)
-    AttentionMaskInterface.register(_OWN, _no_mask)
-    model.config._attn_implementation = _OWN
+    Args:
+        source: A name, folder or config of a model.
+        quantization_config: As for ``from_pretrained``.
+        dtype: The dtype to load in.
+
+    Returns:
+        The model, on the meta device.
+
+    Raises:
+        UnsupportedModelError: Its weights become tensors that cannot be followed.
+    """
+    # a config object: files do not say it
+    has_flash = getattr(source, "_attn_implementation", None) == _ASKED
+    if has_flash:
+        source = read_config(source)
+        source._attn_implementation = "sdpa"
+    model: Any = meta_model(source, quantization_config, dtype)
+    refuse_replaced(model)
+    if has_flash:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(_OWN, _attend)
+        AttentionMaskInterface.register(_OWN, _no_mask)
+        model.config._attn_implementation = _OWN
     return model  # type: ignore[no-any-return]
 
 

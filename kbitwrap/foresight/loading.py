@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import UnsupportedModelError
 from ..model.pretrained import DEQUANTIZED_BY
 from .cuda import ALLOCATION_BYTES
 from .ledger import FORWARD, WEIGHTS, rounded_up
-from .quantization import is_built, is_followed, quantize_weight, warm_tables
+from .quantization import is_built, is_followed, method_of, quantize_weight, warm_tables
 from .tracker import Watch
 
 LOADING = "loading_bytes_of_files"
@@ -25,17 +28,18 @@ LOADING_HIGHEST = "loading the model takes more than the step, and is what has t
 _PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
 
 
-class _Rise:
-    """The bytes that one tensor adds while it is loaded, and those that stay.
+class _Rise(NamedTuple):
+    """The bytes that one parameter adds while it is loaded.
 
     Attributes:
-        highest: The most bytes beside what was there before.
-        kept: The bytes that stay.
+        ahead: Those of its tensors in files that threads read before their turn.
+        highest: The most beside what was there before its turn.
+        kept: What its turn adds for good; negative where it frees more.
     """
 
-    def __init__(self, highest: int, kept: int) -> None:
-        self.highest = highest
-        self.kept = kept
+    ahead: int
+    highest: int
+    kept: int
 
 
 def loading_bytes(model: Any) -> int | None:
@@ -43,8 +47,10 @@ def loading_bytes(model: Any) -> int | None:
 
     Weights that it quantizes are loaded one at a time, in the natural order of their
     names: each lies on the device in the dtype of the model until it is quantized, and
-    what was quantized before is there. Experts that files hold one by one are gathered,
-    and merged. Files that are quantized already need nothing beside the model.
+    what was quantized before is there. Where it quantizes none, threads read ahead of
+    what is made of the tensors, as far as they get: to the end. Experts that files hold
+    one by one are merged, and a weight that was saved quantized lets go of the tensor
+    that said how.
 
     Args:
         model: The model as ``meta_model`` builds it.
@@ -63,22 +69,68 @@ def loading_bytes(model: Any) -> int | None:
     ):
         return None
     quantizes = quantizer is not None and not quantizer.pre_quantized
-    level = highest = most_merged = 0
+    rises = []
     known: dict[Hashable, _Rise] = {}
     warm_tables()
     for loaded in _in_order(model, names):
         if loaded.key not in known:
-            known[loaded.key] = _rise(loaded, quantizes)
-        rise = known[loaded.key]
+            rise = _rise(loaded)
+            known[loaded.key] = rise if quantizes else _read_ahead(loaded, rise)
+        rises.append(known[loaded.key])
+    level = highest = sum(rise.ahead for rise in rises)
+    for rise in rises:
         highest = max(highest, level + rise.highest)
         level += rise.kept
-        if loaded.is_merged:
-            most_merged = max(most_merged, rise.kept)
-    if not quantizes:  # threads load ahead of what is merged, as far as they get
-        highest = level + most_merged
     for buffer in model.buffers():
         level += _size(buffer)
     return max(highest, level)
+
+
+def refuse_replaced(model: Any) -> None:
+    """Refuse a quantizer that puts tensors of its own in the place of the weights that a model was built with.
+
+    Args:
+        model: The model as ``meta_model`` builds it.
+
+    Raises:
+        UnsupportedModelError: The weights are such, and not of bitsandbytes.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None or is_followed(quantizer):
+        return
+    replaces = quantizer.get_weight_conversions()
+    for name, _ in model.named_parameters():
+        if replaces or quantizer.param_needs_quantization(model, name):
+            raise UnsupportedModelError(
+                f"expected plain tensors and weights of bitsandbytes, found a {type(model).__name__} quantized with "
+                f"{method_of(quantizer)}, which makes tensors of its own of the weights when they are loaded: their "
+                "operations cannot be followed without values. StepTracker measures a step of the loaded model"
+            )
+
+
+def refuse_hqq_files(folder: Any) -> None:
+    """Refuse a folder with layers that HQQ wrote: its config does not say so, and loading makes them anew.
+
+    Args:
+        folder: The folder; what is none, or holds no file that can be read, is let through.
+
+    Raises:
+        UnsupportedModelError: There is such a layer in it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in Path(folder).glob("*.safetensors"):
+        names: list[str] = []
+        with (
+            contextlib.suppress(OSError, SafetensorError),
+            safe_open(file, "pt") as tensors,
+        ):
+            names = list(tensors.keys())
+        if any(name.endswith(".W_q") for name in names):
+            raise UnsupportedModelError(
+                f"{file}: the layers are quantized with HQQ, which the config does not say, and from_pretrained would "
+                "initialize them again: read them by the program on the page on exports, and give the model itself"
+            )
 
 
 class _Loaded(NamedTuple):
@@ -164,22 +216,34 @@ def _size(tensor: Tensor) -> int:
     return rounded_up(tensor.nbytes, ALLOCATION_BYTES)
 
 
-def _rise(loaded: _Loaded, quantizes: bool) -> _Rise:
-    """The bytes of a parameter while it is loaded."""
+def _rise(loaded: _Loaded) -> _Rise:
+    """The bytes of a parameter that is loaded, and quantized, in its turn."""
+    if is_built(loaded.parameter):
+        return _quantized(loaded)
+    size = _size(loaded.parameter)
+    return _Rise(0, 2 * size if loaded.is_merged else size, size)
+
+
+def _read_ahead(loaded: _Loaded, rise: _Rise) -> _Rise:
+    """The bytes of a parameter whose tensors in files are on the device before its turn."""
     if not is_built(loaded.parameter):
-        size = _size(loaded.parameter)
-        return _Rise(2 * size if loaded.is_merged else size, size)
-    quantized = _quantized(loaded)
-    return quantized if quantizes else _Rise(quantized.kept, quantized.kept)
+        return _Rise(rise.kept, rise.highest - rise.kept, 0)
+    # of a few bytes: what says how it was quantized, and the offset of double quantization that is read from it
+    settings = ALLOCATION_BYTES
+    is_double = getattr(loaded.parameter, "compress_statistics", False)
+    offset = ALLOCATION_BYTES if is_double else 0
+    return _Rise(rise.kept - offset + settings, offset, offset - settings)
 
 
 def _quantized(loaded: _Loaded) -> _Rise:
     """The bytes of a weight while it is quantized: it stays until that is done."""
+    whole = loaded.parameter.unpacked
+    shape = whole.shape[::-1] if loaded.is_transposed else whole.shape  # in its file
     watch = Watch(on_cuda=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        weight = torch.empty_like(loaded.parameter.unpacked, device="cpu")
+        weight = torch.empty(shape, dtype=whole.dtype, device="cpu")
         watch.hold(weight, WEIGHTS)
-        whole = watch.ledger.held().total()
+        held = watch.ledger.held().total()
         watch.enter(FORWARD)
         with watch:
             if loaded.is_transposed:
@@ -188,4 +252,4 @@ def _quantized(loaded: _Loaded) -> _Rise:
         del weight
     run = watch.ledger.runs()[0]
     del made
-    return _Rise(whole + run.at_peak.total(), whole + run.net.total())
+    return _Rise(0, held + run.at_peak.total(), held + run.net.total())

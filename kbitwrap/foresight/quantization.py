@@ -182,10 +182,15 @@ def is_built(parameter: Any) -> bool:
     return getattr(parameter, "unpacked", None) is not None
 
 
+def method_of(quantizer: Any) -> str:
+    """The name of the method of a quantizer of transformers."""
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))
+
+
 def is_followed(quantizer: Any) -> bool:
     """Whether a quantizer of transformers is one whose weights ``quantize_weight`` makes."""
-    method = quantizer.quantization_config.quant_method
-    return str(getattr(method, "value", method)).startswith("bitsandbytes")
+    return method_of(quantizer).startswith("bitsandbytes")
 
 
 def _in_four_bits(parameter: Any, weight: Tensor) -> Any:

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..model.pretrained import meta_model, read_config
-from .flash import flash_model
+from ..model.pretrained import read_config
+from .flash import built_model
 from .loading import LOADING, loading_bytes
 from .quantization import with_statistics
 from .subject import as_on_cpu
@@ -257,9 +257,7 @@ def _build_pretrained(
         config._attn_implementation = attn_implementation
     config.architectures = [cls.__name__]
     chosen = dtype if dtype is not None else torch_dtype
-    model: Any = flash_model(config, quantization_config, chosen)
-    if model is None:
-        model = meta_model(config, quantization_config, chosen)
+    model: Any = built_model(config, quantization_config, chosen)
     model.name_or_path = model.config.name_or_path = str(name)
     setattr(model, LOADING, loading_bytes(model))
     for parameter in model.parameters():

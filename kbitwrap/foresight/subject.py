@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..config import PrepareConfig
 from ..errors import ConfigError, StateError, UnsupportedModelError
 from ..model.checks import tree_of
-from ..model.pretrained import ASSUMED, meta_model
+from ..model.pretrained import ASSUMED
 from ..model.tree import ModelTree
 from ..model.wrappers import REPLACES
 from ..preparation.engines import check_sharding
@@ -24,8 +25,8 @@ from ..preparation.preparation import Preparation
 from .adapters import checked, numbers_no_block
 from .blocks import Blocks
 from .fakes import Memory, in_memory_of
-from .flash import flash_model
-from .loading import LOADING, loading_bytes
+from .flash import built_model
+from .loading import LOADING, loading_bytes, refuse_hqq_files
 from .quantization import with_statistics
 
 PEFT = "peft"
@@ -143,10 +144,9 @@ def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
         StateError: The model is prepared.
     """
     if not isinstance(source, nn.Module):
-        model = flash_model(source, quantization_config, dtype)
-        if model is None:
-            model = meta_model(source, quantization_config, dtype)
-        return model
+        if isinstance(source, (str, os.PathLike)):
+            refuse_hqq_files(source)
+        return built_model(source, quantization_config, dtype)
     if quantization_config is not None or dtype is not None:
         raise ConfigError(
             "quantization_config and dtype are for a model that is built from a config; this one is loaded already"

@@ -454,7 +454,7 @@ def _build(
     if quantizer is not None:
         for parameter in model.parameters():
             if is_quantized_parameter(parameter):
-                _pack(parameter)
+                _pack(parameter, dtype)
         quantizer.postprocess_model(model)
 
     is_quantized = getattr(model, "quantization_method", None) is not None
@@ -519,12 +519,12 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.float32)
 
 
-def _pack(parameter: Any) -> None:
+def _pack(parameter: Any, dtype: torch.dtype) -> None:
     """Give an unquantized meta weight the shape and dtype of its quantized storage.
 
-    What it was stays with it.
+    What it is quantized from, in the dtype of the model, stays with it.
     """
-    parameter.unpacked = torch.empty_like(parameter.data)
+    parameter.unpacked = torch.empty_like(parameter.data, dtype=dtype)
     storage: torch.dtype | None = getattr(parameter, "quant_storage", None)
     if storage is not None:  # two values a byte, in one column of the storage dtype
         rows = (parameter.numel() + 1) // (2 * storage.itemsize)

@@ -246,6 +246,18 @@ def test_what_stands_beside_a_budget_is_that_of_the_longest_sequence_and_the_lar
     assert f"Beside the 0.125 GiB the device has to hold up to {step.gib(most)} GiB that no prediction knows" in out
 
 
+def test_a_base_that_was_saved_quantized_is_planned_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    zoo.load("llama").save_pretrained(tmp_path)
+    found = []
+    for base in ([str(tmp_path)], [str(zoo.checkpoint("llama")), "--quant", "nf4"]):
+        step_of_base = run_json(capsys, *base, "--step", "--seq", "8", "--precision", "none")["steps"]["none"]
+        step_of_base.pop("loading_bytes")
+        found.append(step_of_base)
+    assert found[0] == found[1]
+
+
 def test_of_8_bit_layers_no_bound_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
     options = ["--step", "--seq", "8", "--precision", "none", "--quant", "int8", "--budget", "1MiB"]

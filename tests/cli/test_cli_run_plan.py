@@ -41,9 +41,16 @@ if __name__ == "__main__":
 """
 
 
-def written(folder: Path, *, before: str = "", more: str = "{'use_cpu': True}", text: str = SCRIPT) -> str:
+def written(
+    folder: Path,
+    *,
+    before: str = "",
+    more: str = "{'use_cpu': True}",
+    text: str = SCRIPT,
+    base: Path | None = None,
+) -> str:
     script = folder / "train.py"
-    text = text.replace("MODEL", repr(str(zoo.checkpoint("llama"))))
+    text = text.replace("MODEL", repr(str(base or zoo.checkpoint("llama"))))
     script.write_text(text.replace("# before", before).replace("MORE", more))
     return str(script)
 
@@ -77,13 +84,19 @@ def test_the_step_is_the_one_of_the_models_preparation(
     assert "loading, before the step: " in out
 
 
+@pytest.mark.parametrize("is_saved", [False, True], ids=["quantized on loading", "saved quantized"])
 def test_what_is_loaded_gives_the_same_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    is_saved: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    script = written(tmp_path)
+    if is_saved:
+        zoo.load("llama").save_pretrained(tmp_path / "base")
+        text = SCRIPT.replace("quantization_config=nf4, ", "")
+        script = written(tmp_path, text=text, base=tmp_path / "base")
     found = []
     for options in ([], ["--load"]):
-        assert main(["run", "--plan", *options, written(tmp_path)]) == 0
+        assert main(["run", "--plan", *options, script]) == 0
         found.append(capsys.readouterr().out)
     assert found[0] == found[1]
 

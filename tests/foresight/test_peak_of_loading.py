@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kbitwrap.foresight.loading import loading_bytes
 from kbitwrap.foresight.tracker import Watch
 from kbitwrap.model.pretrained import meta_model
 from support import zoo
+from support.foreseen import ReadAhead
 from support.thorough import few
 
 
@@ -27,17 +29,18 @@ def copied(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
     return found.clone()
 
 
-def most_while_loading(name: str, quant: str | None, monkeypatch: pytest.MonkeyPatch) -> int:
-    row = zoo.ARCHITECTURES[name]
-    options = {} if quant is None else {"quantization_config": zoo._quantization_config(row, quant, torch.bfloat16)}
+def most_while_loading(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, quantization_config: Any = None
+) -> int:
     monkeypatch.setattr(core_model_loading, "_materialize_copy", copied)
-    # threads would be outside the mode
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    cls: Any = getattr(transformers, row.model_class)
+    monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", ReadAhead)
+    cls: Any = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
     watch = Watch(on_cuda=True, device="cpu")
     watch.enter("forward")
     with watch:
-        model = cls.from_pretrained(zoo.checkpoint(name), dtype=torch.bfloat16, device_map={"": "cpu"}, **options)
+        model = cls.from_pretrained(
+            folder, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=quantization_config
+        )
     del model
     levels = highest_levels(watch.ledger.held(), watch.ledger.runs())
     return sum(levels["forward"].values())
@@ -48,18 +51,30 @@ CASES = [
     ("llama", "nf4-double"),
     ("mixtral", "nf4"),
     ("gpt2", "nf4"),
+    ("mixtral", None),
     ("t5", None),
 ]
 
 
-@pytest.mark.parametrize(("name", "quant"), few(CASES, [("llama", "nf4-double"), ("gpt2", "nf4")]))
+@pytest.mark.parametrize(("name", "quant"), few(CASES, [("llama", "nf4-double"), ("gpt2", "nf4"), ("mixtral", None)]))
 def test_the_peak_of_loading_is_predicted_to_the_byte(
     name: str, quant: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = zoo.ARCHITECTURES[name]
+    row, folder = zoo.ARCHITECTURES[name], zoo.checkpoint(name)
     config = None if quant is None else zoo._quantization_config(row, quant, torch.bfloat16)
-    model = meta_model(str(zoo.checkpoint(name)), config, torch.bfloat16)
-    assert loading_bytes(model) == most_while_loading(name, quant, monkeypatch)
+    model = meta_model(str(folder), config, torch.bfloat16)
+    assert loading_bytes(model) == most_while_loading(name, folder, monkeypatch, config)
+
+
+SAVED = [(name, quant) for name in ("gpt2", "mixtral", "t5") for quant in ("nf4", "nf4-double", "fp4", "int8")]
+
+
+@pytest.mark.parametrize(("name", "quant"), few(SAVED, [("gpt2", "int8"), ("mixtral", "nf4"), ("t5", "nf4-double")]))
+def test_the_peak_of_loading_what_was_saved_quantized_is_predicted_to_the_byte(
+    name: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.load(name, quant).save_pretrained(tmp_path)
+    assert loading_bytes(meta_model(tmp_path)) == most_while_loading(name, tmp_path, monkeypatch)
 
 
 def config_of(**sizes: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
 
 from kbitwrap import KbitPreparedModel, StepMemory, StepTracker, patched, predict_step
 from support import zoo
+from support.thorough import few
 
 REENTRANT = {"use_reentrant": True}  # as PEFT's function by default, and without its warning
 
@@ -77,3 +79,24 @@ def test_pefts_own_function_is_predicted_where_a_drop_in_stands_in_its_place() -
     outside = predicted()
     with patched(precision="none"), patched(precision="compute"):
         assert figures(predicted()) == figures(outside)
+
+
+SAVED = [(name, quant) for name in ("llama", "gpt2", "mixtral") for quant in ("nf4", "nf4-double", "fp4", "int8")]
+SHAPE = {"batch_size": 2, "seq_len": 12, "precision": "norms", "optimizer": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "quant"), few(SAVED, [("llama", "nf4"), ("gpt2", "nf4-double"), ("mixtral", "fp4"), ("gpt2", "int8")])
+)
+def test_a_base_that_was_saved_quantized_takes_what_it_takes_quantized_on_loading(
+    name: str, quant: str, tmp_path: Path
+) -> None:
+    zoo.load(name, quant).save_pretrained(tmp_path)
+    settings = zoo._quantization_config(zoo.ARCHITECTURES[name], quant, torch.bfloat16)
+    lora = zoo.lora_config(name)
+    on_loading = predict_step(
+        str(zoo.checkpoint(name)), quantization_config=settings, dtype="bfloat16", lora=lora, **SHAPE
+    )
+    expected, found = on_loading.to_dict(), predict_step(tmp_path, lora=lora, **SHAPE).to_dict()
+    assert found.pop("loading_bytes") != expected.pop("loading_bytes")
+    assert found == expected

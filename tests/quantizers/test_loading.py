@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
@@ -16,10 +17,12 @@ from kbitwrap import (
     ExportError,
     KbitPreparedModel,
     Precision,
+    UnsupportedModelError,
     build_plan,
     convert_checkpoint,
     doctor,
     inspect_checkpoint,
+    predict_step,
 )
 from support import pages, zoo
 from support.merging import layers_of
@@ -111,6 +114,20 @@ def test_a_model_that_quantos_own_function_quantized_is_prepared_as_one() -> Non
     with KbitPreparedModel(model) as prepared:
         assert prepared.plan.quantization == "quanto"
         assert is_checkpointing(model)
+
+
+SETTINGS = {
+    "torchao": lambda: transformers.TorchAoConfig(Int8WeightOnlyConfig()),
+    "quanto": lambda: transformers.QuantoConfig(weights="int8"),
+    "hqq": lambda: transformers.HqqConfig(group_size=32),
+}
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_a_step_with_weights_that_loading_would_replace_is_refused(method: str) -> None:
+    folder, settings = str(zoo.checkpoint("llama")), SETTINGS[method]()
+    with pytest.raises(UnsupportedModelError, match=f"quantized with {method}, which makes tensors of its own"):
+        predict_step(folder, quantization_config=settings, batch_size=1, seq_len=8)
 
 
 @pytest.mark.parametrize(
