@@ -25,6 +25,7 @@ from ..reports import first_sentence, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from .bitsandbytes_layers import make_pending
 from .quantization import is_quantized_layer, is_quantized_parameter
+from .tree import join
 
 # Tried in this order where the config names no architecture.
 _AUTO_CLASSES = (
@@ -199,8 +200,8 @@ def unexpected_names(
 ) -> list[str]:
     """The names in a model's files that loading finds no place for, as its class does not build them.
 
-    Those that the class says it ignores are among them; buffers that it computes are
-    not. Files that are quantized hold tensors of other names in the places of weights.
+    Those that the class says it ignores are among them; buffers that it computes, and
+    older releases saved, are not. Files that are quantized hold tensors of other names in the places of weights.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -213,11 +214,14 @@ def unexpected_names(
     mapping = get_model_conversion_mapping(model, None, quantizer)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    computed = {last_two(name) for name in buffers}
-    places = dict.fromkeys(buffers, True)
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        places[name] = True
+    places: dict[str, bool] = {}
+    computed = set()
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places[join(fqn, name)] = True
+        for name in module._non_persistent_buffers_set:
+            computed.add(last_two(join(fqn, name)))
 
     found = []
     for name in names:

@@ -36,8 +36,8 @@ def put(folder: Path, *names: str, content: str = "of the base") -> None:
 def block(prefix: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The tensors of a block that no class builds."""
     drawn = torch.Generator().manual_seed(3)
-    names = ("mlp.experts.0.down_proj.weight", "mlp.experts.1.down_proj.weight", "eh_proj.weight", "norm.weight")
-    shapes = ((32, 32), (32, 32), (16, 32), (32,))
+    names = ("mlp.experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias", "eh_proj.weight", "norm.weight")
+    shapes = ((32, 32), (4,), (16, 32), (32,))
     return {
         f"{prefix}.{name}": torch.randn(shape, generator=drawn).to(dtype)
         for name, shape in zip(names, shapes, strict=True)
@@ -191,6 +191,13 @@ def test_what_contradicts_the_merge_is_left_out_and_named(tmp_path: Path) -> Non
     adapt("llama", model, modules_to_save=True).save_pretrained(tmp_path / "longer", save_embedding_layers=True)
     report = merge(base, tmp_path / "longer", tmp_path / "out", quantization_config=False)
     assert f"left out: mtp: the run resized the vocabulary of {rows} rows" in report.notes[0]
+
+
+def test_a_tensor_in_a_layer_that_has_no_place_for_it_is_carried_over(tmp_path: Path) -> None:
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64, dtype=torch.bfloat16)}
+    base = with_tensors(base_of("llama", tmp_path / "base"), bias)
+    merge(base, None, tmp_path / "out")
+    assert_same_bytes(tensors_of(tmp_path / "out"), bias)
 
 
 def test_buffers_and_tied_weights_in_old_files_are_nothing_to_carry(tmp_path: Path) -> None:
