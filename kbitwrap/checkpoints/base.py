@@ -164,7 +164,7 @@ def load_base(
         model, missing = load_pretrained(source, settings, dtype, device, *options)
 
     is_quantized = getattr(config, "quantization_config", None) is not None
-    unexpected = _unexpected(source, model)
+    unexpected = _unexpected_tensors(source, model)
     num_rows = _num_rows(model)
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
@@ -186,7 +186,7 @@ def load_base(
     )
 
 
-def _unexpected(source: StrPath, model: Any) -> dict[str, StoredTensor]:
+def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
     """The tensors in the files of a base that a model of it has no place for, by name."""
     checkpoint = files_of_base(source)
     if checkpoint is None:

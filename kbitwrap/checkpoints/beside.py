@@ -24,7 +24,7 @@ _WEIGHTS = (
     "*.index.json",
 )
 # What the merge writes itself, by its name in the folder.
-_WRITTEN = ("config.json", "generation_config.json", "README.md")
+_WRITTEN = ("config.json", "README.md")
 # What another training left there, or says how weights are quantized that the merge does
 # not have.
 _OF_OTHERS = (
@@ -119,7 +119,7 @@ def _files_in(folder: Path | None) -> tuple[dict[str, Path], list[str]]:
         name = path.relative_to(folder).as_posix()
         if name in _WRITTEN or path.name.startswith("."):
             continue
-        if why_not_followed(path, folder) or name in _OF_OTHERS:
+        if why_not_followed(path, folder) or path.name in _OF_OTHERS:
             left.append(name)
         elif any(fnmatch(path.name, pattern) for pattern in _WEIGHTS):
             weights[name] = path
@@ -160,16 +160,21 @@ def _replaced_kinds(of_base: Files, of_adapter: Files) -> tuple[str, ...]:
     if settings is not None and read_json(settings).get("chat_template"):
         replaced += _TOGETHER[1]
 
-    vocabularies = []
-    for files in (of_base, of_adapter):
-        if _VOCABULARY in files:
-            model: Any = read_json(files[_VOCABULARY]).get("model")
-            vocabularies.append(model.get("vocab"))
-    if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
+    both = [
+        files[_VOCABULARY] for files in (of_base, of_adapter) if _VOCABULARY in files
+    ]
+    vocabularies = [_vocabulary_in(path) for path in both]
+    if len(both) == 2 and vocabularies[0] != vocabularies[1]:
         names = {name for name in of_base if is_of_a_tokenizer(name)}
         replaced += names.difference(*_TOGETHER[1:])
 
     return tuple(replaced)
+
+
+def _vocabulary_in(path: Path) -> Any:
+    """The vocabulary in a ``tokenizer.json``, without the tokens that were added to it."""
+    model = read_json(path).get("model")
+    return model.get("vocab") if isinstance(model, dict) else None
 
 
 def _with_small_files(base: StrPath) -> Path | None:

@@ -225,7 +225,7 @@ def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _DTypes:
     What its class does not build was in no model that was prepared.
     """
     casts = _casts_to(checkpoint, _loaded(checkpoint, dtype), dtype)
-    model = checkpoint.meta_model()
+    model = checkpoint.meta_model() if casts else None
     if model is None:
         return casts
 

@@ -84,7 +84,7 @@ def measure(
         examination.add(_NAME, where, fine(str(found)))
 
     if isinstance(subject, Folder):
-        result = _unexpected(trained, subject.path)
+        result = _of_files(trained, subject.path)
         if result is not None:
             examination.add("files of the base", where, result)
 
@@ -181,14 +181,14 @@ def dequantized_base(folder: Folder) -> Result | None:
             "was merged into it, give that (adapter, --adapter)",
         )
 
-    lacking = _unexpected(trained, folder.path)
+    lacking = _of_files(trained, folder.path)
     if lacking is not None and lacking.outcome == FAULT:
         return lacking
 
     return fine(f"its {len(expected)} tensors are those of the base, dequantized")
 
 
-def _unexpected(trained: TrainedBase, path: Path) -> Result | None:
+def _of_files(trained: TrainedBase, path: Path) -> Result | None:
     """Whether a folder has the tensors in the base's files that the class does not build.
 
     ``None`` where there are none, or they are no part of what was trained.

@@ -205,7 +205,7 @@ def merge_checkpoint(
             merged = merge_into(twin, form=form, is_tallied=True)
             if merged.note:
                 warnings.warn(merged.note, UserWarning, stacklevel=2)
-            others, note = _unexpected(trained, twin.model)
+            others, note = _taken_over(trained, twin.model)
             _refuse_full_disk(twin.model, others, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size, others)
             trained.finish_check()
@@ -262,7 +262,7 @@ def _of_another_base(named: str, base: StrPath) -> str:
     )
 
 
-def _unexpected(
+def _taken_over(
     trained: TrainedBase, model: nn.Module
 ) -> tuple[dict[str, Tensor], str]:
     """The tensors that a merge takes over from the base's files, and what to note of them.
@@ -281,7 +281,7 @@ def _unexpected(
     if settings is None and trained.has_codes:
         why = "they are quantized, and the merge is not"
     if why:
-        return {}, f"{told} were left out: {first_of(parts)}: {why}"
+        return {}, f"{told} were left out, because {why}: {first_of(parts)}"
 
     if settings is not None and not trained.has_codes:
         for config in configs_of_all(model):

@@ -142,9 +142,7 @@ def test_a_block_is_carried_over_in_a_form_that_loaders_know(merge_as: str, save
     card = (tmp_path / "out" / "README.md").read_text()
     if is_left:
         (note,) = report.notes
-        assert (
-            " that a LlamaForCausalLM does not build were left out: mtp: they are quantized, and the merge is" in note
-        )
+        assert " that a LlamaForCausalLM does not build were left out, because they are quantized, and" in note
         assert note in card
         assert not more.keys() & held.keys()
     else:
@@ -179,7 +177,7 @@ def test_what_contradicts_the_merge_is_left_out_and_named(tmp_path: Path) -> Non
     peft.get_peft_model(model, zoo.lora_config("llama", task_type="SEQ_CLS")).save_pretrained(tmp_path / "classifier")
     report = merge(base, tmp_path / "classifier", tmp_path / "classes", quantization_config=False)
     (note,) = report.notes
-    assert "a LlamaForSequenceClassification does not build were left out: lm_head: what was trained is a" in note
+    assert "a LlamaForSequenceClassification does not build were left out, because what was trained is a" in note
     given: dict[str, Any] = {"base": base, "adapter": tmp_path / "classifier", "quantization_config": False}
     assert not doctor(tmp_path / "classes", **given)
 
@@ -190,7 +188,7 @@ def test_what_contradicts_the_merge_is_left_out_and_named(tmp_path: Path) -> Non
     model.resize_token_embeddings(rows + 8)
     adapt("llama", model, modules_to_save=True).save_pretrained(tmp_path / "longer", save_embedding_layers=True)
     report = merge(base, tmp_path / "longer", tmp_path / "out", quantization_config=False)
-    assert f"left out: mtp: the run resized the vocabulary of {rows} rows" in report.notes[0]
+    assert f"left out, because the run resized the vocabulary of {rows} rows: mtp" in report.notes[0]
 
 
 def test_a_tensor_in_a_layer_that_has_no_place_for_it_is_carried_over(tmp_path: Path) -> None:
