@@ -119,16 +119,16 @@ def _files_in(folder: Path | None) -> tuple[dict[str, Path], list[str]]:
         name = path.relative_to(folder).as_posix()
         if name in _WRITTEN or path.name.startswith("."):
             continue
-        if why_not_followed(path, folder) or path.name in _OF_OTHERS:
-            left.append(name)
-        elif any(fnmatch(path.name, pattern) for pattern in _WEIGHTS):
+        if any(fnmatch(path.name, pattern) for pattern in _WEIGHTS):
             weights[name] = path
+        elif why_not_followed(path, folder) or path.name in _OF_OTHERS:
+            left.append(name)
         elif path.is_file():
             files[name] = path
 
     modules = tuple(_folders_of_modules(files))
     for name, path in weights.items():
-        if name.startswith(modules):
+        if name.startswith(modules) and not why_not_followed(path, folder):
             files[name] = path
 
     return files, left

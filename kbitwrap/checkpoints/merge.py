@@ -68,7 +68,7 @@ _ROUNDED = {
     MIXED: "rounded once, where it touches a layer; the others stay quantized",
     QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
 }
-_LEFT = "files of the base were left behind, because others are in their place, or they are none of a merge: {}"
+_LEFT = "files of the base were left behind, because others take their place or they are no part of a merge: {}"
 _MEASURED = (
     " {kept:.1%} of what the adapter adds is in these weights; rounding them is off by {error:.1%} of its length. "
     "`kbitwrap doctor` measures it again."

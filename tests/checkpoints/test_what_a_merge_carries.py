@@ -256,6 +256,7 @@ def test_links_of_a_snapshot_are_followed_and_no_others(tmp_path: Path, monkeypa
     (snapshot / "tokenizer.model").symlink_to("../../blobs/abc")
     (snapshot / "key").symlink_to(tmp_path / "secret" / "key")
     (snapshot / "secret").symlink_to(tmp_path / "secret")
+    (snapshot / "pytorch_model.bin").symlink_to(tmp_path / "secret" / "key")
     put(snapshot, "mine.py", content="raise SystemExit('it ran')")
     adapter = adapter_of("llama", snapshot, tmp_path / "adapter")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -264,7 +265,7 @@ def test_links_of_a_snapshot_are_followed_and_no_others(tmp_path: Path, monkeypa
         assert {"tokenizer.model", "mine.py"} <= {*report.files}
         assert not (tmp_path / str(number) / "tokenizer.model").is_symlink()
         assert not {"key", "secret/key"} & {*report.files}
-        assert report.notes[-1].endswith("'key', 'secret'")
+        assert report.notes[-1].endswith(": 'key', 'secret'")
 
 
 def test_overwriting_refuses_a_folder_that_is_no_copy(tmp_path: Path) -> None:
