@@ -378,7 +378,8 @@ class ExportReport(Report):
             measured: by ``merge_checkpoint``, and of layers that stay quantized.
         kept: The part of the deltas of all these that is there; ``None`` without any.
         error: What is beside, as a part of their length; ``None`` without any.
-        notes: What to mind of a merge, such as that the adapter names another base.
+        notes: What to mind of a merge, such as that the adapter names another base, and
+            what the base's folder holds that was left behind.
     """
 
     path: Path

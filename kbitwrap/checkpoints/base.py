@@ -7,6 +7,7 @@ are NaN until an adapter brings them: whoever computes with them is refused.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import os
 from collections import Counter
@@ -29,23 +30,26 @@ from ..model.pretrained import (
     load_pretrained,
     meta_model,
     read_config,
+    unexpected_names,
 )
 from ..model.quantization import (
     SKIPPED_LAYERS,
     is_of_another_library,
     is_quantized_parameter,
 )
+from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
-from ..tensors.dtypes import find_dtype
+from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from .adapters import SavedAdapter, with_adapter
 from .reader import (
+    StoredTensor,
     load_manifest,
     recorded_quantization,
     recorded_shapes,
     saved_manifest,
 )
-from .sides import original_tensors
+from .sides import files_of_base, original_tensors
 
 # The classes of tasks whose head is not the base's own.
 _TASKS = {
@@ -72,12 +76,31 @@ class TrainedBase:
         unknown: By the name of a parameter, the row from which on the files do not hold
             it, and it is NaN.
         check: Its comparison with the manifest, which is not finished.
+        unexpected: The tensors in its files that the class does not build, such as a
+            block for the prediction of several tokens, by name.
+        has_codes: Whether some of those are quantized, as the base is.
+        contradiction: Why those are no part of what was trained, or ``""``.
     """
 
     source: str
     model: Any
     unknown: Mapping[str, int]
     check: BaseCheck | None
+    unexpected: Mapping[str, StoredTensor]
+    has_codes: bool
+    contradiction: str
+
+    def unexpected_parts(self) -> list[str]:
+        """The parts of a model that the unexpected tensors are of: the shortest names that none of the model has."""
+        modules = [name for name, _ in self.model.named_modules()]
+        parts: dict[str, None] = {}
+        for name in self.unexpected:
+            for part in itertools.accumulate(name.split("."), join):
+                if not any(fqn.startswith(part) for fqn in modules):
+                    break
+            parts[part] = None
+
+        return [*parts]
 
     def finish_check(self) -> None:
         """Compare what was pending with the manifest, after it was read.
@@ -121,6 +144,7 @@ def load_base(
         dtype = dtype or find_dtype(recorded)
 
     class_name = _class_name(config, saved, manifest)
+    own_classes = config.architectures
     if class_name is not None:
         config.architectures = [class_name]
 
@@ -139,6 +163,9 @@ def load_base(
     else:
         model, missing = load_pretrained(source, settings, dtype, device, *options)
 
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    unexpected = _unexpected_tensors(source, model)
+    num_rows = _num_rows(model)
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
     _fill_with_nan(model, unknown)
@@ -146,7 +173,51 @@ def load_base(
     if manifest is not None and _is_comparable(manifest, settings):
         check = BaseCheck(manifest, model, unknown)
 
-    return TrainedBase(os.fspath(source), model, unknown, check)
+    contradiction = _contradiction(model, own_classes, num_rows, unexpected)
+    dtypes = {stored.dtype for stored in unexpected.values()}
+    return TrainedBase(
+        os.fspath(source),
+        model,
+        unknown,
+        check,
+        unexpected,
+        is_quantized and not dtypes <= {*HALF_DTYPES, torch.float32},
+        contradiction,
+    )
+
+
+def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
+    """The tensors in the files of a base that a model of it has no place for, by name."""
+    checkpoint = files_of_base(source)
+    if checkpoint is None:
+        return {}
+
+    tensors = checkpoint.tensors
+    names = unexpected_names(model, tensors, is_quantized=checkpoint.is_quantized)
+    return {name: tensors[name] for name in names}
+
+
+def _contradiction(
+    model: Any,
+    own_classes: Any,
+    num_rows: set[int],
+    unexpected: Mapping[str, StoredTensor],
+) -> str:
+    """Why tensors that a model has no place for do not belong to it; ``""`` where they do.
+
+    A model that generates text is a part of one that does, too.
+    """
+    name = type(model).__name__
+    is_told = isinstance(own_classes, list) and bool(own_classes)
+    if is_told and name not in own_classes and not model.can_generate():
+        return f"what was trained is a {name}, and the base a {own_classes[0]}"
+
+    resized = num_rows - _num_rows(model)
+    for stored in unexpected.values():
+        if resized.intersection(stored.shape[:1]):
+            return f"the run resized the vocabulary of {min(resized)} rows"
+
+    return ""
 
 
 def _is_read_as_it_is(
@@ -539,7 +610,7 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
     Return the parameters that got rows, and the first of these.
     """
     layers = _vocabulary(model)
-    sizes = {len(parameter) for parameter in layers.values()}
+    sizes = _num_rows(model)
     wanted = set()
     for fqn, parameter in layers.items():
         shape = shapes.get(fqn, parameter.shape)
@@ -561,6 +632,11 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
     model.resize_token_embeddings(size, mean_resizing=False)
     return dict.fromkeys(_vocabulary(model), num_rows) if size > num_rows else {}
+
+
+def _num_rows(model: Any) -> set[int]:
+    """The numbers of rows that a model's embeddings and head have."""
+    return {len(parameter) for parameter in _vocabulary(model).values()}
 
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -20,10 +19,12 @@ from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
 from ..export.writer import Progress, checkpoint_writer, is_of_a_model, split_into_files
 from ..manifest.manifest import Manifest
+from ..model.pretrained import unexpected_names
 from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
 from ..reports import Differences, ExportReport, first_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
+from .beside import copy_files, walk_files, why_not_followed
 from .reader import (
     SavedCheckpoint,
     has_weights,
@@ -34,9 +35,6 @@ from .reader import (
 )
 
 _CONFIG = "config.json"
-# Other checkpoints that a run keeps in the folder of its last one, and hidden folders
-# of tools.
-_NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 _DTypes = dict[str, torch.dtype]
 _Originals = dict[str, Any]
 """The tensors from before a preparation, of which only the dtypes and the shapes are read."""
@@ -170,6 +168,9 @@ def _is_replaced(
     checkpoint: SavedCheckpoint, written: Collection[str | None], found: Path
 ) -> bool:
     """Whether overwriting replaces a file: one of a model, or one that was copied from the same checkpoint."""
+    if not found.is_file():
+        return False
+
     if found.name in written:
         return True
 
@@ -219,8 +220,21 @@ def _casts(
 
 
 def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _DTypes:
-    """The casts to what a model loaded in a half dtype saves."""
-    return _casts_to(checkpoint, _loaded(checkpoint, dtype), dtype)
+    """The casts to what a model loaded in a half dtype saves.
+
+    What its class does not build was in no model that was prepared.
+    """
+    casts = _casts_to(checkpoint, _loaded(checkpoint, dtype), dtype)
+    model = checkpoint.meta_model() if casts else None
+    if model is None:
+        return casts
+
+    is_quantized = checkpoint.is_quantized
+    names = {canonical_fqn(name): name for name in casts}
+    for fqn in unexpected_names(model, names, is_quantized=is_quantized):
+        del casts[names[fqn]]
+
+    return casts
 
 
 def _casts_by_reference(
@@ -389,30 +403,14 @@ def _copy_rest(checkpoint: SavedCheckpoint, target: Path) -> None:
     if checkpoint.index is not None:
         weights.append(home / checkpoint.index)
 
-    for place, folders, files in os.walk(home):
-        folders[:] = [name for name in folders if not _NOT_COPIED.fullmatch(name)]
-        copies = target / Path(place).relative_to(home)
-        copies.mkdir(exist_ok=True)
-        for name in [*folders, *files]:
-            source = Path(place, name)
-            if source in weights or not source.exists():
-                continue
-            _refuse_link(source, home)
-            if source.is_file():
-                shutil.copyfile(source, copies / name)
+    files = {}
+    for source in walk_files(home):
+        if source in weights or not source.exists():
+            continue
+        why = why_not_followed(source, home)
+        if why:
+            raise ConfigError(f"{source}: {why}; put a copy in its place, or remove it")
+        if source.is_file():
+            files[source.relative_to(home).as_posix()] = source
 
-
-def _refuse_link(path: Path, folder: Path) -> None:
-    """Raise for a link to a folder, and one that leads out of a folder, and of the hub's cache that this is of."""
-    home = folder.resolve()
-    cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    real = path.resolve()
-    if not (real.is_relative_to(home) or real.is_relative_to(cache)):
-        raise ConfigError(
-            f"{path}: is a link that leads out of the checkpoint; put a copy in its place, or remove it"
-        )
-
-    if path.is_symlink() and path.is_dir():
-        raise ConfigError(
-            f"{path}: links to a folder; put a copy in its place, or remove it"
-        )
+    copy_files(files, target)

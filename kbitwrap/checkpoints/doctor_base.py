@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ManifestMismatchError
+from ..model.pretrained import unexpected_names
 from ..preparation.comparison import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
@@ -251,14 +252,15 @@ def layers(base: Base) -> Result | None:
 
 
 def _unquantized(base: Base) -> list[str] | None:
-    """The matrices that are not quantized, nor skipped by name.
+    """The matrices of the model that are not quantized, nor skipped by name.
 
     ``None`` where nothing should be quantized.
     """
     if not base.is_quantized or not base.quantization.casts:
         return None
 
-    skipped = [f".{key}." for key in _skip_list(base)]
+    others = unexpected_names(base.meta, base.tensors, is_quantized=True)
+    skipped = [f".{key}." for key in (*_skip_list(base), *others)]
     matrices = []
     for fqn, tensor in base.tensors.items():
         is_matrix = tensor.is_floating_point() and tensor.dim() > 1

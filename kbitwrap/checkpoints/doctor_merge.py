@@ -23,9 +23,9 @@ from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .adapters import read_adapter
-from .base import QUANTIZATION, is_told, kind_of, load_adapted
+from .base import QUANTIZATION, TrainedBase, is_told, kind_of, load_adapted
 from .doctor_base import tells_dequantized
-from .doctor_report import Examination, Result, fault, fine, not_measured
+from .doctor_report import FAULT, Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject
 from .fitting import Fitting, fitting_quantization
 from .measure import OTHER, TRAINED, MergeMeasure, Told, measure_merge
@@ -64,7 +64,7 @@ def measure(
 
     try:
         taken = _taken(examination, subject, merged, manifest)
-        found = _measure(merged, given, taken.quantization, manifest, progress)
+        found, trained = _measure(merged, given, taken.quantization, manifest, progress)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
@@ -82,6 +82,11 @@ def measure(
 
     if not found.faults and not taken.is_other:
         examination.add(_NAME, where, fine(str(found)))
+
+    if isinstance(subject, Folder):
+        result = _of_files(trained, subject.path)
+        if result is not None:
+            examination.add("files of the base", where, result)
 
     return found
 
@@ -159,7 +164,8 @@ def dequantized_base(folder: Folder) -> Result | None:
         given.trust_remote_code,
     )
     expected = plain_side(trained.model, is_merged=False).saved
-    wrong = [fqn for fqn in found.tensors if fqn not in expected]
+    known = {*expected, *trained.unexpected}
+    wrong = [fqn for fqn in found.tensors if fqn not in known]
     for fqn, tensor in expected.items():
         its = found.tensors.get(fqn)
         if its is None or not torch.equal(
@@ -175,7 +181,41 @@ def dequantized_base(folder: Folder) -> Result | None:
             "was merged into it, give that (adapter, --adapter)",
         )
 
+    lacking = _of_files(trained, folder.path)
+    if lacking is not None and lacking.outcome == FAULT:
+        return lacking
+
     return fine(f"its {len(expected)} tensors are those of the base, dequantized")
+
+
+def _of_files(trained: TrainedBase, path: Path) -> Result | None:
+    """Whether a folder has the tensors in the base's files that the class does not build.
+
+    ``None`` where there are none, or they are no part of what was trained.
+    """
+    if not trained.unexpected or trained.contradiction:
+        return None
+
+    held = open_checkpoint(path).tensors
+    lacking = []
+    for name, stored in trained.unexpected.items():
+        its = held.get(name)
+        if its is None or not torch.equal(
+            materialize(its.lazy()), materialize(stored.lazy(its.dtype))
+        ):
+            lacking.append(name)
+
+    if lacking:
+        return fault(
+            "it lacks tensors that the base's files have",
+            f"{len(lacking):,} that a {type(trained.model).__name__} does not build: {first_of(lacking)}",
+            "an engine that predicts several tokens by them cannot here: `kbitwrap merge` carries them over, "
+            "or says why it cannot",
+        )
+
+    return fine(
+        f"the {len(trained.unexpected):,} that its class does not build are here"
+    )
 
 
 def _lacking(subject: Subject) -> str:
@@ -305,7 +345,7 @@ def _measure(
     quantization: Any,
     manifest: Manifest | None,
     progress: bool | Told,
-) -> MergeMeasure:
+) -> tuple[MergeMeasure, TrainedBase]:
     saved = read_adapter(Path(given.adapter))
     dtype = None if manifest is not None else _dtype_in_training(given, merged)
     trained, adapted = load_adapted(
@@ -317,9 +357,9 @@ def _measure(
         "cpu",
         given.trust_remote_code,
     )
-    measured = measure_merge(merged, adapted, saved, given.base, progress)
+    measured = measure_merge(merged, adapted, saved, trained, progress)
     trained.finish_check()
-    return measured
+    return measured, trained
 
 
 def _dtype_in_training(given: Given, merged: MergedSide) -> torch.dtype | None:

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..config import StrPath
 from ..export.plain import is_transposed
 from ..model.bitsandbytes_layers import codes_of, quantized_layer, share_of_codes
+from ..model.pretrained import last_two
 from ..model.quantization import is_quantized_layer
 from ..model.tree import ModelTree, join
 from ..model.wrappers import unwrap
 from ..reports import TensorMeasure, first_of
 from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
+from .base import TrainedBase
 from .causes import (
     CHANGED,
     REQUANTIZED,
@@ -151,7 +152,7 @@ def measure_merge(
     merged: MergedSide,
     adapted: nn.Module,
     saved: SavedAdapter | None,
-    base: StrPath,
+    trained: TrainedBase,
     progress: bool | Told = False,
 ) -> MergeMeasure:
     """Compare a merged checkpoint with what a base and an adapter give.
@@ -160,7 +161,7 @@ def measure_merge(
         merged: The checkpoint.
         adapted: The base as it was trained on, with the adapter on it.
         saved: The adapter; ``None`` of a checkpoint that is the base alone.
-        base: The base's folder or name.
+        trained: The base without it.
         progress: As for `doctor`.
     """
     bare: Any = unwrap(adapted)[0]
@@ -168,7 +169,8 @@ def measure_merge(
         merged=merged,
         before=plain_side(adapted, is_merged=False),
         after=plain_side(adapted, is_merged=True),
-        original=original_tensors(base),
+        original=original_tensors(trained.source),
+        unexpected=trained.unexpected,
         prefix=getattr(bare, "base_model_prefix", ""),
         dtype=bare.dtype,
         quantized={
@@ -266,6 +268,8 @@ class _Measuring:
     before: Side
     after: Side
     original: Mapping[str, Tensor]
+    # the names in the base's files that the class does not build
+    unexpected: Collection[str]
     prefix: str
     dtype: torch.dtype
     # the base's quantized layers, by the names of their weights in the model
@@ -513,12 +517,12 @@ class _Measuring:
     def _note_unknown(self) -> None:
         """Note the tensors of the checkpoint that are neither the model's nor in the base's files."""
         # Buffers that older releases saved are computed again by loading.
-        computed = {_last_two(name) for name in self.buffers}
+        computed = {last_two(name) for name in self.buffers}
+        told = {*self.original, *self.unexpected}
         for name, tensor in self.merged.tensors.items():
             known = self._names.of(name)
-            if known is None:
-                is_told = name in self.original or _last_two(name) in computed
-            else:
+            is_told = name in told or last_two(name) in computed
+            if known is not None:
                 is_told = self._found[known] is tensor
             if not is_told:
                 self.wrong[name] = UNKNOWN, ""
@@ -538,10 +542,6 @@ def _has_scales_of(layer: nn.Module, base: nn.Module) -> bool:
 
     own, other = codes_of(layer), codes_of(quantized_layer(base))
     return own is not None and other is not None and own.has_scales_of(other)
-
-
-def _last_two(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
 
 
 def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:

@@ -7,22 +7,22 @@ import re
 import shutil
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import StrPath, format_bytes
 from ..errors import ConfigError, ExportError
-from ..export.export import save_model
+from ..export.export import save_model, why_not_streamed
 from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm
 from ..export.merge import merge_into
 from ..export.merged import Merged
+from ..export.ties import configs_of_all
 from ..export.twin import build_twin
 from ..export.writer import (
-    PROCESSOR_FILES,
-    TOKENIZER_FILES,
     Progress,
     checkpoint_writer,
     is_of_a_model,
@@ -30,19 +30,22 @@ from ..export.writer import (
 )
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
+from ..model.quantization import skip_layers, skipped_layers
 from ..model.tree import ModelTree
 from ..preparation.process import plain_mode
-from ..reports import ExportReport, shown
+from ..reports import ExportReport, first_of, shown
 from ..tensors.devices import accelerator_type
 from .adapters import SavedAdapter, read_adapter
 from .base import (
     QUANTIZATION,
+    TrainedBase,
     load_adapted,
     name_of_base,
     named_base,
     other_named_base,
     own_quantization,
 )
+from .beside import are_copies, copy_files, files_beside
 from .measure import measure_merge
 from .reader import load_manifest, saved_manifest
 from .sides import read_merged
@@ -65,6 +68,7 @@ _ROUNDED = {
     MIXED: "rounded once, where it touches a layer; the others stay quantized",
     QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
 }
+_LEFT = "files of the base were left behind, because others take their place or they are no part of a merge: {}"
 _MEASURED = (
     " {kept:.1%} of what the adapter adds is in these weights; rounding them is off by {error:.1%} of its length. "
     "`kbitwrap doctor` measures it again."
@@ -97,8 +101,10 @@ def merge_checkpoint(
     sum rounded once. That is, bit for bit, what
     ``KbitPreparedModel.export(merge_adapters=True)`` writes after training, on the same
     type of device: a GPU and a CPU may quantize, and so round, a last bit differently.
-    Tensors are computed and written one at a time; the tokenizer is copied from the
-    adapter's folder or the base's, and a model card says what was merged.
+    Tensors are computed and written one at a time. What else the base's folder holds is
+    copied, as are the tensors that its class does not build; a tokenizer that lies beside
+    the adapter comes first. The report's ``notes`` name what had to be left behind, and a
+    model card says what was merged.
 
     Args:
         base: The folder of the base, or its name on the hub; ``None`` for the one that
@@ -167,13 +173,20 @@ def merge_checkpoint(
     if device is None:
         device = accelerator_type() or "cpu"
 
+    files, left = files_beside(base, None if saved is None else saved.folder)
+    target = Path(os.path.realpath(dst))
+
+    def owns(found: Path) -> bool:
+        is_ours = is_of_a_model(found) or _is_card(found)
+        return is_ours or are_copies(found, target, files)
+
     writing = checkpoint_writer(
         dst,
         "merge",
         overwrite=overwrite,
         progress=None if progress is True else progress,
         sources=[base, adapter, manifest],
-        owns=lambda found: is_of_a_model(found) or _is_card(found),
+        owns=owns,
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         record = _record(saved, manifest)
@@ -192,11 +205,12 @@ def merge_checkpoint(
             merged = merge_into(twin, form=form, is_tallied=True)
             if merged.note:
                 warnings.warn(merged.note, UserWarning, stacklevel=2)
-            _refuse_full_disk(twin.model, writer.folder, dst)
-            save_model(twin.model, writer, max_shard_size)
+            others, note = _taken_over(trained, twin.model)
+            _refuse_full_disk(twin.model, others, writer.folder, dst)
+            save_model(twin.model, writer, max_shard_size, others)
             trained.finish_check()
         if check:
-            _refuse_wrong(writer.folder, adapted, saved, base)
+            _refuse_wrong(writer.folder, adapted, saved, trained)
         # a manifest that was compared proves the base, whatever its name
         is_proven = trained.check is not None
         other = None if is_proven or saved is None else other_named_base(saved, base)
@@ -206,13 +220,17 @@ def merge_checkpoint(
         name = os.fspath(base)
         if saved is not None and other is None:
             name = saved.config.get("base_model_name_or_path") or name
-        card = _card(name, saved, form, how, merged, device)
-        _write_beside(writer.folder, base, saved, card)
+        notes = [note] if note else []
+        if left:
+            notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
+        copy_files(files, writer.folder)
+        card = _card(name, saved, form, how, merged, device, notes)
+        (writer.folder / "README.md").write_text(card, encoding="utf-8")
 
     of_merge = merged.report()
     if other is not None:
-        note = _of_another_base(other, base)
-        of_merge["notes"] = (note, *of_merge["notes"])
+        notes.insert(0, _of_another_base(other, base))
+    of_merge["notes"] = (*notes, *of_merge["notes"])
 
     return ExportReport(
         Path(dst),
@@ -244,9 +262,41 @@ def _of_another_base(named: str, base: StrPath) -> str:
     )
 
 
-def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:
-    """Raise where a model does not fit beside what is on the disk."""
-    tensors = {*model.parameters(), *model.buffers()}
+def _taken_over(
+    trained: TrainedBase, model: nn.Module
+) -> tuple[dict[str, Tensor], str]:
+    """The tensors that a merge takes over from the base's files, and what to note of them.
+
+    They are those that the class does not build, where nothing of the merge contradicts
+    them; else there are none.
+    """
+    unexpected = trained.unexpected
+    if not unexpected:
+        return {}, ""
+
+    parts = trained.unexpected_parts()
+    told = f"{len(unexpected):,} tensors of the base that a {type(model).__name__} does not build"
+    why = trained.contradiction or why_not_streamed(type(model))
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None and trained.has_codes:
+        why = "they are quantized, and the merge is not"
+    if why:
+        return {}, f"{told} were left out, because {why}: {first_of(parts)}"
+
+    if settings is not None and not trained.has_codes:
+        for config in configs_of_all(model):
+            settings = getattr(config, "quantization_config", None)
+            if settings is not None:
+                skip_layers(settings, [*skipped_layers(settings), *parts])
+
+    return {name: stored.lazy() for name, stored in unexpected.items()}, ""
+
+
+def _refuse_full_disk(
+    model: nn.Module, others: Mapping[str, Tensor], folder: Path, dst: StrPath
+) -> None:
+    """Raise where a model, and other tensors, do not fit beside what is on the disk."""
+    tensors = {*model.parameters(), *model.buffers(), *others.values()}
     needed = sum(tensor.nbytes for tensor in tensors)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -257,42 +307,12 @@ def _refuse_full_disk(model: nn.Module, folder: Path, dst: StrPath) -> None:
 
 
 def _refuse_wrong(
-    folder: Path, adapted: nn.Module, saved: SavedAdapter | None, base: StrPath
+    folder: Path, adapted: nn.Module, saved: SavedAdapter | None, trained: TrainedBase
 ) -> None:
     """Raise where the files of a merge are not what it should be."""
-    found = measure_merge(read_merged(folder), adapted, saved, base)
+    found = measure_merge(read_merged(folder), adapted, saved, trained)
     if found.faults:
         raise ExportError(f"what was written is {found}; nothing was left")
-
-
-def _write_beside(
-    dst: Path, base: StrPath, saved: SavedAdapter | None, card: str
-) -> None:
-    """Write what lies beside the weights: the files of the tokenizer and the processor, and the model card."""
-    for names in (TOKENIZER_FILES, PROCESSOR_FILES):
-        source = base
-        # those that the adapter was saved with come first
-        if saved is not None and any((saved.folder / name).is_file() for name in names):
-            source = saved.folder
-        _copy(names, os.fspath(source), dst)
-
-    (dst / "README.md").write_text(card, encoding="utf-8")
-
-
-def _copy(names: tuple[str, ...], source: str, dst: Path) -> None:
-    """Copy the files of those names that are at a folder or a name."""
-    from transformers.utils.hub import cached_file
-
-    for name in names:
-        found = cached_file(
-            source,
-            name,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if found is not None and not (dst / name).exists():
-            shutil.copyfile(found, dst / name)
 
 
 def _is_beside(saved: SavedAdapter | None) -> bool:
@@ -338,8 +358,9 @@ def _card(
     how: str,
     merged: Merged,
     device: torch.device | str,
+    notes: Sequence[str],
 ) -> str:
-    """A model card that says what was made of what.
+    """A model card that says what was made of what, and what to mind.
 
     A folder is named by its last part.
     """
@@ -356,6 +377,8 @@ def _card(
         )
         total = merged.total
         measured = _MEASURED.format(kept=total.kept, error=total.error)
+    for note in notes:
+        measured += f" {note[:1].upper()}{note[1:]}."
 
     version = versions().get("kbitwrap", "")
     return _CARD.format(
@@ -372,7 +395,7 @@ def _card(
 
 def _is_card(path: Path) -> bool:
     """Whether a file is a model card as `_card` writes it, and as nobody has changed it since."""
-    if path.name != "README.md":
+    if path.name != "README.md" or not path.is_file():
         return False
 
     pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", re.escape(_CARD))

@@ -164,6 +164,11 @@ class SavedCheckpoint:
         found = find_dtype(self.config.get("dtype"))
         return found or find_dtype(self.config.get("torch_dtype"))
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its config says that it is quantized."""
+        return self.config.get("quantization_config") is not None
+
     def ties(self, model: Any) -> list[list[str]]:
         """The names that loading ties, by group, in the model that the config describes; none without one."""
         if self.config.get("tie_word_embeddings") is False:

@@ -21,7 +21,7 @@ from ..model.pretrained import load_pretrained
 from ..model.quantization import is_quantized_layer, library_dequantizer
 from ..model.tree import ModelTree, join
 from ..model.wrappers import canonical_fqn, unwrap
-from .reader import open_checkpoint, tied_names
+from .reader import SavedCheckpoint, open_checkpoint, tied_names
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class MergedSide:
 def read_merged(path: Path) -> MergedSide:
     """A merged checkpoint: read from its files, or, where it is quantized, loaded."""
     checkpoint = open_checkpoint(path)
-    if checkpoint.config.get("quantization_config") is not None:
+    if checkpoint.is_quantized:
         model, _ = load_pretrained(path, None, checkpoint.dtype)
         return walk_merged(model, str(path))
 
@@ -169,19 +169,20 @@ def stored_dtype(module: nn.Module) -> torch.dtype | None:
 
 def original_tensors(base: StrPath) -> dict[str, Tensor]:
     """The floating-point tensors in the files of a base that was saved unquantized, by name; none of another."""
-    folder = _folder_of(base)
-    if folder is None:
-        return {}
-
-    try:
-        checkpoint = open_checkpoint(folder)
-    except ConfigError:  # what loads it need not be safetensors
-        return {}
-
-    if checkpoint.config.get("quantization_config") is not None:
+    checkpoint = files_of_base(base)
+    if checkpoint is None or checkpoint.is_quantized:
         return {}
 
     return {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
+
+
+def files_of_base(base: StrPath) -> SavedCheckpoint | None:
+    """The tensors in the files of a base; ``None`` where they are of a kind that is not read here."""
+    folder = _folder_of(base)
+    try:
+        return None if folder is None else open_checkpoint(folder)
+    except ConfigError:  # what loads it need not be safetensors
+        return None
 
 
 def _folder_of(base: StrPath) -> Path | None:

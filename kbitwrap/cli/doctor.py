@@ -44,8 +44,9 @@ interrupted, a tokenizer with more ids than the embeddings have rows. Each check
 measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.
 
 Is a merged model what was trained? With --adapter every tensor of PATH is compared with the adapter and its base,
-whatever tool merged them: how much of what the adapter learned is there, and what is wrong where it is not. With --base
-and --quant alone, PATH is compared with the dequantized base: an engine that is sent adapters only needs that.
+whatever tool merged them: how much of what the adapter learned is there, what is wrong where it is not, and what of the
+base's files is missing. With --base and --quant alone, PATH is compared with the dequantized base: an engine that is
+sent adapters only needs that.
 
 Exit status: 0 no fault was found, 1 one was, 2 bad input."""
 

@@ -35,9 +35,10 @@ SUMMARY = "Merge a saved adapter into the base that it was trained on."
 HELP = """Merge a saved adapter into the base that it was trained on.
 
 BASE, or what the config of ADAPTER names, is loaded quantized as it was in training, the adapter that PEFT saved in
-ADAPTER is merged into its exactly dequantized weights, and the half-precision model is written with its tokenizer, one
-tensor at a time. With --as mixed the layers that the adapter does not touch stay quantized; with --as quantized all do,
-and what the adapter adds is rounded at random, without bias. With --no-adapter the dequantized BASE alone is written.
+ADAPTER is merged into its exactly dequantized weights, and the half-precision model is written, one tensor at a time,
+with what else the folders hold that loaders read: the tokenizer, chat templates, poolings, code. With --as mixed the
+layers that the adapter does not touch stay quantized; with --as quantized all do, and what the adapter adds is rounded
+at random, without bias. With --no-adapter the dequantized BASE alone is written.
 
 The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared with it.
 Without one, the config.json in ADAPTER says it, where axolotl or another tool saved one. A GPU and a CPU may quantize

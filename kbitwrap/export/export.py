@@ -269,10 +269,16 @@ def _computed(
         del value
 
 
-def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) -> None:
-    """Write a model by its class's ``save_pretrained``.
+def save_model(
+    model: Any,
+    writer: CheckpointWriter,
+    max_shard_size: int | str,
+    others: Tensors | None = None,
+) -> None:
+    """Write a model by its class's ``save_pretrained``, and other tensors beside its own.
 
-    Of one that has none, the state dict is written.
+    Of one that has none, the state dict is written. There are no others for a class
+    whose saving `why_not_streamed`.
     """
     pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
     options = _settle(model, pretrained)
@@ -285,7 +291,21 @@ def save_model(model: Any, writer: CheckpointWriter, max_shard_size: int | str) 
         options["max_shard_size"] = max_shard_size
 
     _warn_of_silent_config(model)
-    reason = _why_not_streamed(type(model), pretrained)
+    reason = why_not_streamed(type(model))
+    if reason is None and others:
+        tensors: dict[str, torch.Tensor] = {**others}
+
+        def collect(file: Tensors, *_: Any, **__: Any) -> None:
+            tensors.update(file)
+
+        save = _streaming(function, collect)
+        save(model, writer.folder, **{**options, "max_shard_size": sys.maxsize})
+        num_elements = sum(tensor.numel() for tensor in others.values())
+        total = {"total_parameters": model.num_parameters() + num_elements}
+        files = split_into_files(tensors, max_shard_size)
+        writer.save(tensors, files, _METADATA, index={"metadata": total})
+        return
+
     if reason is None:
         save = _streaming(function, writer.save_file)
         save(model, writer.folder, **options)
@@ -374,11 +394,12 @@ def _refuse_composed(model: nn.Module) -> None:
             )
 
 
-def _why_not_streamed(model_class: Any, pretrained: Any) -> str | None:
+def why_not_streamed(model_class: Any) -> str | None:
     """Why `_streaming` cannot take the place of a class's ``save_pretrained``.
 
     It is ``None`` where it can.
     """
+    pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
     own = getattr(pretrained, "save_pretrained", None)
     if model_class.save_pretrained is not own:
         return f"{model_class.__name__} has its own save_pretrained"

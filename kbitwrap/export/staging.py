@@ -33,7 +33,7 @@ _IN_PLACE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
 _MOST_NAMED = 5
 
 Owns = Callable[[Path], bool]
-"""Tells of a file at a destination whether overwriting replaces it."""
+"""Tells of a file or a folder at a destination whether overwriting replaces it."""
 
 
 def refuse_special(path: StrPath) -> None:
@@ -121,11 +121,7 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
             "one (overwrite=True, --overwrite)"
         )
 
-    strange = [
-        entry.name
-        for entry in entries
-        if entry.is_symlink() or not entry.is_file() or not owns(entry)
-    ]
+    strange = [entry.name for entry in entries if entry.is_symlink() or not owns(entry)]
     if not strange:
         return
 

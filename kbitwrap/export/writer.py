@@ -33,6 +33,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "tekken.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -47,12 +49,10 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 """The files that a processor adds to those of its tokenizer."""
-# What a checkpoint of a model consists of besides: the files that another one replaces.
-_OTHER_FILES = (
-    "config.json",
-    "generation_config.json",
+# What a checkpoint of a model consists of besides.
+_CONFIGS = ("config.json", "generation_config.json")
+_OTHER_TOKENIZER_FILES = (
     "audio_tokenizer_config.json",
-    # of rare tokenizers
     "bpe.codes",
     "byte_maps.json",
     "dict.txt",
@@ -71,7 +71,7 @@ _OTHER_FILES = (
     "word_pronunciation.json",
     "word_shape.json",
 )
-_NAMED = {*TOKENIZER_FILES, *PROCESSOR_FILES, *_OTHER_FILES}
+_OF_TOKENIZERS = {*TOKENIZER_FILES, *PROCESSOR_FILES, *_OTHER_TOKENIZER_FILES}
 _WEIGHTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
@@ -143,8 +143,17 @@ class CheckpointWriter:
 
 
 def is_of_a_model(path: Path) -> bool:
-    """Whether a file, by its name, is one of a model's checkpoint."""
-    return path.name in _NAMED or _WEIGHTS.fullmatch(path.name) is not None
+    """Whether a path is that of a file, by its name, of a model's checkpoint, which another one replaces."""
+    if not path.is_file():
+        return False
+
+    is_small = path.name in _CONFIGS or is_of_a_tokenizer(path.name)
+    return is_small or _WEIGHTS.fullmatch(path.name) is not None
+
+
+def is_of_a_tokenizer(name: str) -> bool:
+    """Whether a file, by its name, is one of a tokenizer or a processor."""
+    return name in _OF_TOKENIZERS or name.endswith(".tiktoken")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..reports import first_sentence, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from .bitsandbytes_layers import make_pending
 from .quantization import is_quantized_layer, is_quantized_parameter
+from .tree import join
 
 # Tried in this order where the config names no architecture.
 _AUTO_CLASSES = (
@@ -192,6 +193,65 @@ def load_pending(
     quantizer.postprocess_model(model)
     model.eval()
     return model, missing
+
+
+def unexpected_names(
+    model: Any, names: Iterable[str], *, is_quantized: bool
+) -> list[str]:
+    """The names in a model's files that loading finds no place for, as its class does not build them.
+
+    Those that the class says it ignores are among them; buffers that it computes, and
+    older releases saved, are not. Files that are quantized hold tensors of other names in the places of weights.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    quantizer = getattr(model, "hf_quantizer", None)
+    mapping = get_model_conversion_mapping(model, None, quantizer)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    places: dict[str, bool] = {}
+    computed = set()
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places[join(fqn, name)] = True
+        for name in module._non_persistent_buffers_set:
+            computed.add(last_two(join(fqn, name)))
+
+    found = []
+    for name in names:
+        in_model, _ = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, places
+        )
+        if in_model in places or name in places or last_two(name) in computed:
+            continue
+        if not (is_quantized and _is_of_a_layer(model, in_model)):
+            found.append(name)
+
+    return found
+
+
+def last_two(name: str) -> str:
+    """The last two parts of a tensor's name."""
+    return ".".join(name.split(".")[-2:])
+
+
+def _is_of_a_layer(model: nn.Module, name: str) -> bool:
+    """Whether a name leads into a module of the model that has tensors of its own."""
+    module = model
+    for part in name.split("."):
+        child = module._modules.get(part)
+        if child is None:
+            break
+        module = child
+
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return bool(own)
 
 
 def layers_to_quantize(model: Any, quantization_config: Any) -> dict[str, nn.Module]:

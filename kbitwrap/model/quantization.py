@@ -342,6 +342,12 @@ def skip_layers(settings: Any, fqns: Sequence[str]) -> None:
     fields[SKIPPED_LAYERS] = [*fqns]
 
 
+def skipped_layers(settings: Any) -> list[str]:
+    """The layers that a config of bitsandbytes names as not to be quantized."""
+    fields = settings if isinstance(settings, dict) else vars(settings)
+    return [*(fields.get(SKIPPED_LAYERS) or ())]
+
+
 def rounds_activations(module: nn.Module) -> bool:
     """Whether a layer rounds its input or output, which has no gradient.
 

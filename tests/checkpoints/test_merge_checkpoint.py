@@ -241,8 +241,8 @@ def test_the_card_says_how_much_of_the_adapter_is_in_the_weights(tmp_path: Path)
 def test_a_check_refuses_files_that_are_no_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train("llama", "nf4", tmp_path)
 
-    def save_wrongly(model: Any, writer: Any, max_shard_size: Any) -> None:
-        save_model(model, writer, max_shard_size)
+    def save_wrongly(model: Any, writer: Any, *options: Any) -> None:
+        save_model(model, writer, *options)
         path = writer.folder / "model.safetensors"
         tensors = load_file(path)
         tensors["model.layers.1.self_attn.q_proj.weight"].neg_()
