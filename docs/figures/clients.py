@@ -3,20 +3,20 @@
     python docs/figures clients FOLDER              write the models, and transformers' logits beside each
     CLIENT_PYTHON docs/figures/clients.py FOLDER    compare what the client does that this Python has installed
 
-A client is an older transformers (with bitsandbytes for what is quantized), mlx-lm, or llama.cpp, as the source
-distribution of llama-cpp-python holds it: `LLAMA_CPP=FOLDER_OF_ITS_SOURCES`. Each base has random weights and the
-config of a model on the hub, from before transformers 5. The second command prints, for each written model, how far the
-logits are off in parts of their length, and names what the client cannot read of the base either. Its status is 1 where
-a client reads a base and computes something else from what was written of it.
+A client is an older transformers (with bitsandbytes for what is quantized), or mlx-lm. With `LLAMA_CPP=FOLDER`, that of
+llama.cpp's sources, what its converter writes is compared with what it writes of the base. Each base has random weights
+and the config of a model on the hub, from before transformers 5. The second command prints, for each written model, how
+far the logits are off in parts of their length, and names what the client cannot read of the base either. Its status is
+1 where a client reads a base and computes something else from what was written of it.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -210,34 +210,41 @@ def by_mlx(folder: Path) -> Any:
     return numpy.array(model(mx.array(TOKENS))[0])
 
 
-def by_llama_cpp(folder: Path) -> Any:
-    """The logits that llama.cpp computes from what its converter makes, without a vocabulary."""
-    import llama_cpp
+def gguf_of(folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """The fields and the names of tensors that llama.cpp's converter writes, without a vocabulary."""
+    sys.path[:0] = [os.environ["LLAMA_CPP"], f"{os.environ['LLAMA_CPP']}/gguf-py"]
+    conversion, gguf = importlib.import_module("conversion"), importlib.import_module("gguf")
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    own = conversion.get_model_class(architecture)
+    fields = {"model_arch": own.model_arch, "set_vocab": own._set_vocab_none}
+    path = folder / "model.gguf"
+    type(own.__name__, (own,), fields)(folder, gguf.LlamaFileType.ALL_F32, path).write()
+    reader = gguf.GGUFReader(path)
+    found = {key: field.contents() for key, field in reader.fields.items()}
+    names = {tensor.name for tensor in reader.tensors}
+    path.unlink()
+    return {key: value for key, value in found.items() if not key.startswith(("general.", "GGUF."))}, names
 
-    sources = Path(os.environ["LLAMA_CPP"])
-    gguf = folder / "model.gguf"
-    converting = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); import convert_hf_to_gguf as convert\n"
-        "for kind in {*convert.ModelBase._model_classes[convert.ModelType.TEXT].values()}:\n"
-        "    kind.set_vocab = lambda self: self._set_vocab_none()\n"
-        "convert.main()"
-    )
-    given = [str(sources), str(folder), "--outfile", str(gguf), "--outtype", "f32"]
-    done = subprocess.run([sys.executable, "-c", converting, *given], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(done.stderr.strip().splitlines()[-1])
-    model = llama_cpp.Llama(str(gguf), n_ctx=256, logits_all=True, verbose=False)
-    model.eval(TOKENS[0])
-    gguf.unlink()
-    return numpy.array(model.scores[: len(TOKENS[0])])
+
+def compare_gguf(folder: Path) -> int:
+    """Compare what the converter makes of what was written with what it makes of the base."""
+    wrong = 0
+    for name in CONFIGS:
+        try:
+            of_base = gguf_of(folder / name / "base")
+        except Exception as error:  # of a converter, whatever it cannot read
+            print(f"{name:12} the base is not read either: {error}")
+            continue
+        different = [one for one in ("half", "no-adapter", "live") if gguf_of(folder / name / one) != of_base]
+        print(f"{name:12} {'WRONG: ' if different else 'as the base'}{', '.join(different)}")
+        wrong += len(different)
+    return int(wrong > 0)
 
 
 def client() -> tuple[Callable[[Path], Any], tuple[str, ...]]:
     """The client that is installed here, and the models that it reads."""
     if importlib.util.find_spec("mlx_lm"):
         return by_mlx, PLAIN
-    if importlib.util.find_spec("llama_cpp"):
-        return by_llama_cpp, PLAIN
     return by_transformers, PLAIN + QUANTIZED if importlib.util.find_spec("bitsandbytes") else PLAIN
 
 
@@ -279,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(compare(Path(sys.argv[1])))
+    sys.exit((compare_gguf if "LLAMA_CPP" in os.environ else compare)(Path(sys.argv[1])))
