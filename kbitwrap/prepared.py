@@ -405,15 +405,16 @@ class KbitPreparedModel:
         max_shard_size: int | str = "5GB",
         overwrite: bool = False,
         seed: int = 0,
-        fuse: bool = False,
     ) -> ExportReport:
         """Write the exact base, or the merged model, as a checkpoint, and change nothing of the model.
 
         While prepared or suspended this is the model as ``restore(trained="keep")``
-        would leave it: byte for byte what its ``save_pretrained`` would have written
-        before, configs included, whatever adapters, wrappers and trained copies are on
-        it by now. Otherwise it is the model as it is, without adapters. Tensors are
-        computed and written one at a time; the folder is whole or not there.
+        would leave it: byte for byte the tensors that its ``save_pretrained`` would
+        have written before, whatever adapters, wrappers and trained copies are on it by
+        now. Otherwise it is the model as it is, without adapters. Its configs are the
+        files that it was loaded with, and what differs from them; where there are none,
+        fields that transformers 5 renamed have both names. Tensors are computed and
+        written one at a time; the folder is whole or not there.
 
         With ``merge_adapters`` it is a plain model, which loads without bitsandbytes
         and PEFT: quantized weights are dequantized (4 bits in the dtype of their
@@ -433,7 +434,9 @@ class KbitPreparedModel:
             merge_as: The form of the merged model. ``"half"``: no layer stays
                 quantized. ``"mixed"``: layers that no active adapter touches keep
                 their quantized bytes, scales and names; the others are those of
-                ``"half"``, and the config names them. ``"quantized"``: every layer of
+                ``"half"``, and the config names them. Layers that engines compute as
+                one (q, k and v; gate and up; the experts of a layer) have one format:
+                half, where an adapter touches one of them. ``"quantized"``: every layer of
                 bitsandbytes keeps its format and its statistics, and adapted ones get
                 codes that are rounded at random, so that the mean of each is the
                 merged weight. The report says how much of the delta they keep.
@@ -445,9 +448,6 @@ class KbitPreparedModel:
             overwrite: Replace the files of a checkpoint at ``path``; where others are
                 there, nothing is written.
             seed: The seed of ``"quantized"``: the same gives the same bytes.
-            fuse: With ``"mixed"``, layers that engines compute as one (q, k and v;
-                gate and up; the experts of a layer) have one format: half, where an
-                adapter touches one of them.
 
         Raises:
             ConfigError: ``max_shard_size``, ``merge_as`` or ``seed`` is invalid, or
@@ -483,7 +483,7 @@ class KbitPreparedModel:
             self._preparation,
             path,
             merge_adapters=merge_adapters,
-            form=MergeForm(merge_as, seed, fuse),
+            form=MergeForm(merge_as, seed),
             live=model,
             processing_class=processing_class,
             max_shard_size=max_shard_size,

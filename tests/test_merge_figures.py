@@ -55,7 +55,7 @@ def test_what_stays_in_4_bits_keeps_the_fine_tune_where_pefts_merge_loses_it(
         assert theirs["divergence"] > 0.1 * adapter["divergence"]
 
 
-@pytest.mark.parametrize(("way", "pattern"), [("half", "ALL"), ("mixed", "Q_AND_V"), ("quantized", "NONE")])
+@pytest.mark.parametrize(("way", "pattern"), [("half", "ALL"), ("mixed", "QKV"), ("quantized", "NONE")])
 def test_the_bytes_that_are_computed_are_those_of_the_files(
     way: str, pattern: str, figures: Any, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 
 WRITES = {
     "benchmarks": "docs/benchmarks.md, with plots: timings and bytes beside PEFT",
+    "clients": "nothing: writes models with the configs of the hub, which other clients then compute (`.ci/run --all`)",
     "compatibility": "docs/compatibility.md: what the tests of the quantizers find",
     "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",
     "fits": "docs/fits.md: the longest sequences and largest batches of known models, by device",

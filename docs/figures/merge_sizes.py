@@ -19,7 +19,7 @@ MISTRAL = MistralConfig(  # Mistral-7B-v0.3
     num_key_value_heads=8,
     vocab_size=32768,
 )
-ALL, Q_AND_V, NONE = r".*_proj", r".*\.[qv]_proj", r"(?!)"
+ALL, QKV, NONE = r".*_proj", r".*\.[qkv]_proj", r"(?!)"
 
 
 def merged_bytes(config: Any, in_half: str = ALL) -> int:

@@ -31,7 +31,7 @@ from kbitwrap import ExportError, KbitPreparedModel, doctor, merge_checkpoint
 from kbitwrap.bench.environment import environment
 from kbitwrap.bench.plot import STYLE
 from kbitwrap.cli.console import quiet_libraries
-from merge_sizes import ALL, MISTRAL, NONE, Q_AND_V, merged_bytes
+from merge_sizes import ALL, MISTRAL, NONE, QKV, merged_bytes
 from merge_subjects import Llama, MiniLM, Subject
 from sections import DOCS, replace_section
 
@@ -228,7 +228,7 @@ def measure_all() -> dict[str, Any]:
 
 
 SUBJECTS = ("Llama", "MiniLM")
-SIZES = {HALF: ALL, MIXED: Q_AND_V, QUANTIZED: NONE, PEFTS: NONE, RELOAD: ALL, AGAIN: NONE}
+SIZES = {HALF: ALL, MIXED: QKV, QUANTIZED: NONE, PEFTS: NONE, RELOAD: ALL, AGAIN: NONE}
 LOADERS = {
     HALF: "anything; no bitsandbytes, no PEFT",
     MIXED: "transformers with bitsandbytes",

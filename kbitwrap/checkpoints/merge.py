@@ -52,8 +52,7 @@ from .sides import read_merged
 
 _CARD = """\
 ---
-base_model: {name}
-library_name: transformers
+{base_model}library_name: transformers
 tags:
 - merged
 ---
@@ -62,6 +61,8 @@ tags:
 
 The base, {name}, {how}{added}. {made} by {tool} on {device}.{measured}
 """
+_NAME_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_BASE_MODEL = 'base_model: "{name}"\n'
 _ADDED = ", with the {peft_type} adapter `{adapter}` added in float32 and {rounded}"
 _ROUNDED = {
     HALF: "rounded once",
@@ -87,7 +88,6 @@ def merge_checkpoint(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     seed: int = 0,
-    fuse: bool = False,
     progress: bool | Progress = False,
     device: torch.device | str | None = None,
     check: bool = False,
@@ -128,7 +128,6 @@ def merge_checkpoint(
         overwrite: Replace the files of a checkpoint at ``dst``; where others are there,
             nothing is written.
         seed: The seed of ``"quantized"``: the same gives the same bytes.
-        fuse: With ``"mixed"``, layers that engines compute as one have one format.
         progress: Show a bar of the bytes written, on a terminal; or a function that is
             called with each number of them.
         device: The device to quantize and merge on; ``None`` for the accelerator if
@@ -160,7 +159,7 @@ def merge_checkpoint(
         kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
     """
     start = time.perf_counter()
-    form = MergeForm(merge_as, seed, fuse)
+    form = MergeForm(merge_as, seed)
     saved = None if adapter is None else read_adapter(Path(adapter))
     if base is None and saved is None:
         raise ConfigError("expected a base or an adapter, found neither")
@@ -362,9 +361,9 @@ def _card(
 ) -> str:
     """A model card that says what was made of what, and what to mind.
 
-    A folder is named by its last part.
+    A folder is named by its last part, and is no base model that the hub knows.
     """
-    is_folder = os.path.isabs(base) or os.path.isdir(base)
+    is_folder = os.path.isdir(base) or not _NAME_ON_HUB.fullmatch(base)
     name = name_of_base(base) if is_folder else base
     state = "dequantized" if form.merge_as == HALF else "quantized"
     title, added, made, measured = f"{name}, {state}", "", "Written", ""
@@ -382,6 +381,7 @@ def _card(
 
     version = versions().get("kbitwrap", "")
     return _CARD.format(
+        base_model="" if is_folder else _BASE_MODEL.format(name=name),
         name=name,
         title=title,
         how=how,
@@ -398,6 +398,7 @@ def _is_card(path: Path) -> bool:
     if path.name != "README.md" or not path.is_file():
         return False
 
-    pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", re.escape(_CARD))
+    pattern = re.escape(_CARD).replace(r"\{base_model\}", r"(base_model: [^\n]*\n)?")
+    pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", pattern)
     text = path.read_text(encoding="utf-8", errors="replace")
     return re.fullmatch(pattern, text) is not None

@@ -109,13 +109,6 @@ _Seed = Annotated[
     int,
     value("--seed", "N", integer(0), "The seed of --as quantized."),
 ]
-_Fuse = Annotated[
-    bool,
-    flag(
-        "--fuse",
-        "With --as mixed, layers that engines compute as one (q, k and v; gate and up; experts) have one format.",
-    ),
-]
 _NoAdapter = Annotated[
     bool,
     flag(
@@ -132,7 +125,6 @@ def command(
     as_: _As = "half",
     no_adapter: _NoAdapter = False,
     seed: _Seed = 0,
-    fuse: _Fuse = False,
     overwrite: Overwrite = False,
     manifest: _Manifest = None,
     quant: QuantInTraining = None,
@@ -151,8 +143,6 @@ def command(
     if os.environ.get("RANK", "0") != "0":
         return EXIT_DONE
     check_folder(out, overwrite=overwrite)
-    if fuse and as_ != "mixed":
-        raise InputError("--fuse is for --as mixed, whose layers have two formats")
     if seed and as_ != "quantized":
         raise InputError("--seed is for --as quantized, which alone draws numbers")
     base, adapter = _named(first, second, no_adapter)
@@ -179,7 +169,6 @@ def command(
                     max_shard_size=max_shard_size,
                     overwrite=overwrite,
                     seed=seed,
-                    fuse=fuse,
                     progress=written,
                     device=choose_device(device),
                     check=check,

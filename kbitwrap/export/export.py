@@ -31,6 +31,7 @@ from ..preparation.process import plain_mode
 from ..reports import ExportReport
 from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
+from .configs import keep_base_configs
 from .forms import MergeForm
 from .merge import merge_into
 from .merged import Merged
@@ -71,7 +72,7 @@ def export_model(
     _refuse_unsavable(processing_class)
     if form != MergeForm() and not merge_adapters:
         raise ConfigError(
-            "merge_as, seed and fuse are for a merged model: give merge_adapters=True"
+            "merge_as and seed are for a merged model: give merge_adapters=True"
         )
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
@@ -309,6 +310,7 @@ def save_model(
     if reason is None:
         save = _streaming(function, writer.save_file)
         save(model, writer.folder, **options)
+        keep_base_configs(model, writer.folder)
         return
 
     if isinstance(writer, _Collector):
@@ -319,6 +321,7 @@ def save_model(
 
     _materialize(model, reason)
     function(model, writer.folder, **options)
+    keep_base_configs(model, writer.folder)
     # The writer has seen none of it.
     for path in writer.folder.rglob("*.safetensors"):
         header, _ = read_header(path)

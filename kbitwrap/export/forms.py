@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import format_bytes
@@ -45,13 +48,10 @@ class MergeForm:
             their bytes, that no active adapter touches. ``"quantized"``: all do, and
             adapted ones get other codes under the statistics that they have.
         seed: The seed by which those codes are chosen at random.
-        fuse: Whether layers that engines compute as one have one format in
-            ``"mixed"``.
     """
 
     merge_as: str = HALF
     seed: int = 0
-    fuse: bool = False
 
     def __post_init__(self) -> None:
         if self.merge_as not in FORMS:
@@ -108,10 +108,14 @@ def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
 
     ``from_pretrained`` would quantize them.
     """
-    plain = []
+    plain, own = [], []
     for name, module in model.named_modules():
-        if is_linear(module) and not stays_quantized(module):
+        if stays_quantized(module):
+            continue
+        if is_linear(module):
             plain.append(name)
+        elif _holds_matrices(module):
+            own.append(name)
 
     for name in plain:
         fqn = _taken_for(name, quantized)
@@ -122,7 +126,7 @@ def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
                 fqn=fqn,
             )
 
-    names = [*plain, *_other_names(model, plain, quantized)]
+    names = [*plain, *_other_names(model, plain, own, quantized)]
     for config in configs_of_all(model):
         settings = getattr(config, "quantization_config", None)
         if settings is not None:
@@ -134,17 +138,48 @@ def _taken_for(name: str, quantized: Sequence[str]) -> str | None:
     return next((fqn for fqn in quantized if fqn.endswith(name)), None)
 
 
+def _holds_matrices(module: nn.Module) -> bool:
+    """Whether a module of a model's own class may be linear layers in another version.
+
+    Stacks of experts, and routers, are that in transformers 4.
+    """
+    own = [one for one in module._parameters.values() if one is not None]
+    is_leaf = len(own) == len([*module.parameters()])
+    is_of_torch = type(module).__module__.startswith("torch.")
+    return is_leaf and not is_of_torch and any(one.dim() > 1 for one in own)
+
+
+def _names_in_files(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The names of modules in files, where transformers renames what it loads."""
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    renamings = [one for one in conversions if not hasattr(one, "operations")]
+    if not renamings:
+        return []
+
+    from transformers.core_model_loading import revert_weight_conversion
+
+    renaming: Any = types.SimpleNamespace(_weight_conversions=renamings, config=None)
+    state_dict = {f"{name}.weight": torch.empty(0) for name in names}
+    saved = revert_weight_conversion(renaming, state_dict)
+    return [name.removesuffix(".weight") for name in saved]
+
+
 def _other_names(
-    model: nn.Module, plain: Sequence[str], quantized: Sequence[str]
+    model: nn.Module,
+    plain: Sequence[str],
+    own: Sequence[str],
+    quantized: Sequence[str],
 ) -> list[str]:
     """The names by which others that load a model know its plain layers.
 
-    The class of the model inside has no prefix; an engine fuses siblings, which are all
-    plain or cannot be loaded.
+    The class of the model inside has no prefix; other versions of transformers name
+    modules as the files do; an engine fuses siblings, which are all plain or cannot be
+    loaded.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     fused_and_quantized = {fused_layer(fqn) for fqn in quantized}
     names = [name.removeprefix(prefix) for name in plain]
+    names += [*own, *_names_in_files(model, [*plain, *own])]
     for name in plain:
         fused = fused_layer(name)
         if fused not in fused_and_quantized:
@@ -164,7 +199,7 @@ def num_bytes(model: nn.Module) -> int:
 def of_no_gain(before: int, after: int) -> str:
     """The warning of a mixed merge in which no layer stays quantized."""
     return (
-        "an adapter touches every quantized layer, so that none stays as it is: the "
-        f"model takes {format_bytes(after)}, as merged in half, and its base "
+        "an adapter touches every quantized layer, or one that engines compute with it, "
+        f"so that none stays as it is: the model takes {format_bytes(after)}, as merged in half, and its base "
         f"{format_bytes(before)}; merge_as='quantized' keeps that size"
     )

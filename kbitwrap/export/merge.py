@@ -142,11 +142,11 @@ def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module
         if any(_is_active(wrapper, chosen) for wrapper in peeled.wrappers):
             touched[peeled.fqn] = peeled.shell
 
-    if form.fuse:
-        fused = {fused_layer(fqn) for fqn in touched}
-        for fqn, module in modules.items():
-            if stays_quantized(module) and fused_layer(fqn) in fused:
-                touched[fqn] = module
+    # what engines compute as one layer has one format
+    fused = {fused_layer(fqn) for fqn in touched}
+    for fqn, module in modules.items():
+        if stays_quantized(module) and fused_layer(fqn) in fused:
+            touched[fqn] = module
 
     return set(touched.values())
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -219,12 +220,23 @@ def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> N
     assert len(found) == (2 if owner == "adapter" else 1)
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "base_model: someone/Tiny-Llama\n" in card
+    assert ModelCard(card).data.base_model == "someone/Tiny-Llama"
     assert "quantized with bitsandbytes_4bit (nf4, without double quantization) as the merge was told" in card
     assert "as in training" not in card
     assert str(tmp_path) not in card
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
+
+
+def test_a_folder_is_no_base_model_of_a_card(tmp_path: Path) -> None:
+    run = train("llama", "nf4", tmp_path)
+    base = tmp_path / "my: model"
+    shutil.copytree(zoo.checkpoint("llama"), base)
+    for adapter in (run.adapter, None):
+        merge_checkpoint(base, adapter, tmp_path / "out", quantization_config=run.quantization, overwrite=True)
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert ModelCard(card).data.to_dict() == {"library_name": "transformers", "tags": ["merged"]}
+        assert "# my: model, " in card or adapter is not None
 
 
 def test_the_card_says_how_much_of_the_adapter_is_in_the_weights(tmp_path: Path) -> None:

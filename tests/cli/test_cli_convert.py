@@ -369,7 +369,6 @@ def test_a_checked_base_alone_is_not_called_a_merge(capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["base", "adapter", "--as", "int4"], "--as"),
-        (["base", "adapter", "--fuse"], "--fuse is for --as mixed"),
         (["base", "adapter", "--seed", "3"], "--seed is for --as quantized"),
         (["base", "adapter", "--as", "quantized", "--seed", "-1"], "expected an integer of at least 0"),
         (["base", "adapter", "--no-adapter"], "--no-adapter takes BASE alone"),
