@@ -173,43 +173,42 @@ def load_pending(
     names = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
-    loaded = dict(model.named_modules())
-    quantizer = _quantizer(model.config, quantization_config)
-    quantizer.preprocess_model(model=model, dtype=model.dtype, device_map={"": "cpu"})
-    for fqn, module in model.named_modules():
-        if not is_quantized_layer(module):
-            continue
-
-        parameters = loaded[fqn]._parameters
-        module._parameters["bias"] = parameters["bias"]
+    quantizer, layers = layers_to_quantize(model, quantization_config)
+    for fqn, layer in layers.items():
+        parameters = model.get_submodule(fqn)._parameters
+        layer._parameters["bias"] = parameters["bias"]
         weight = parameters["weight"]
         if names[id(weight)] > 1:  # the other one's, which is not quantized
-            module._parameters["weight"] = weight
+            layer._parameters["weight"] = weight
         else:
-            make_pending(module, weight)
+            make_pending(layer, weight)
+        model.set_submodule(fqn, layer)
 
+    model.is_quantized = True
+    model.quantization_method = quantizer.quantization_config.quant_method
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     model.eval()
     return model, missing
 
 
-def layers_to_quantize(model: Any, quantization_config: Any) -> dict[str, nn.Module]:
-    """The layers that bitsandbytes makes of a loaded model's, by their fqns.
+def layers_to_quantize(
+    model: Any, quantization_config: Any
+) -> tuple[Any, dict[str, nn.Module]]:
+    """The quantizer of transformers, and the layers that it makes of a loaded model's, by their fqns.
 
-    They are without weights, which `make_pending` gives them.
+    They are without weights, which `make_pending` gives them. A loaded model does not
+    tell which they are: its weights are tied.
     """
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    meta: Any = meta_model(config, dtype=model.dtype)
     quantizer = _quantizer(config, quantization_config)
-    quantizer.preprocess_model(model=meta, dtype=model.dtype, device_map={"": "cpu"})
+    meta = _before_loading(type(model), config, quantizer, model.dtype)
     layers = {}
     for fqn, module in meta.named_modules():
         if is_quantized_layer(module):
             layers[fqn] = module
 
-    return layers
+    return quantizer, layers
 
 
 def _loading_class(config: Any, trust_remote_code: bool) -> Any:
@@ -440,15 +439,7 @@ def _build(
         dequantized = _dequantized_by(quantizer, dtype)
         assumed += dequantized
 
-    for part in (config, *[getattr(config, name) for name in config.sub_configs]):
-        if part is not None:
-            part.dtype = dtype
-
-    with _loading(model_class, dtype):
-        model: Any = model_class(config)
-        if quantizer is not None:
-            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
-
+    model = _before_loading(model_class, config, quantizer, dtype)
     _keep_in_float32(model, dtype)
     model.tie_weights()
     if quantizer is not None:
@@ -463,6 +454,25 @@ def _build(
         setattr(model, DEQUANTIZED_BY, quantizer)
     built: nn.Module = model.eval()
     return built
+
+
+def _before_loading(
+    model_class: Any, config: Any, quantizer: Any, dtype: torch.dtype
+) -> Any:
+    """A model as ``from_pretrained`` has it before it loads weights.
+
+    Its layers are those of the quantizer, which chooses them before weights are tied.
+    """
+    for part in (config, *[getattr(config, name) for name in config.sub_configs]):
+        if part is not None:
+            part.dtype = dtype
+
+    with _loading(model_class, dtype):
+        model = model_class(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
+
+    return model
 
 
 @contextlib.contextmanager
