@@ -432,6 +432,8 @@ def _build(
     config: Any, quantization_config: Any, dtype: torch.dtype, assumed: list[str]
 ) -> nn.Module:
     model_class = _model_class(config)
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()  # as Auto classes take it
     quantizer = _quantizer(config, quantization_config)
     dequantized: list[str] = []
     if quantizer is not None:
