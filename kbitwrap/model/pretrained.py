@@ -26,6 +26,9 @@ from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from .bitsandbytes_layers import make_pending
 from .quantization import is_quantized_layer, is_quantized_parameter
 
+# By the name "cpu", transformers would leave all layers unquantized for a config with
+# `llm_int8_enable_fp32_cpu_offload`, which a run on a GPU may have.
+_CPU = torch.device("cpu")
 # Tried in this order where the config names no architecture.
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
@@ -130,7 +133,7 @@ def load_pretrained(
 
     options: dict[str, Any] = {
         "dtype": dtype or "auto",
-        "device_map": {"": device},
+        "device_map": {"": torch.device(device)},  # see `_CPU`
         "output_loading_info": True,
     }
     is_quantized = getattr(config, "quantization_config", None) is not None
@@ -472,7 +475,7 @@ def _before_loading(
     with _loading(model_class, dtype):
         model = model_class(config)
         if quantizer is not None:
-            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": _CPU})
 
     return model
 

@@ -106,6 +106,17 @@ def test_a_layer_is_pending_that_is_last_before_weights_are_tied_and_not_after(t
     assert "model.embed_vision.embedding_projection.weight.absmax" in found.tensors
 
 
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_a_base_is_quantized_on_a_cpu_where_the_config_allows_for_parts_on_it(quant: str, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "base", BFLOAT16)
+    settings = zoo._quantization_config(zoo.ARCHITECTURES["llama"], quant, BFLOAT16)
+    _, expected = load(folder, settings)
+    settings.llm_int8_enable_fp32_cpu_offload = True
+    for may_be_pending in (True, False):
+        _, found = load(folder, settings, may_be_pending=may_be_pending)
+        assert found.tensors == expected.tensors
+
+
 class Chosen(BaseException):
     """Ends a load when the layers are chosen."""
 
