@@ -228,11 +228,17 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
                 f"{saved.name} does not fit the base: {said}; give the base that was trained on, if this is another"
             ) from error
 
-    unread = []
-    for name in loaded.unexpected_keys:
-        value, known = given.get(name), written.get(name)
-        if value is None or known is None or not torch.equal(known.to(value), value):
+    state = adapted.state_dict()
+    unexpected = set(loaded.unexpected_keys)
+    unread, lost = [*unexpected.difference(given)], []
+    for name, value in given.items():
+        is_unexpected = name in unexpected
+        there = written.get(name) if is_unexpected else state.get(name)
+        is_there = there is not None and _is_same(there, value)
+        if is_unexpected and not is_there:
             unread.append(name)
+        elif there is not None and not is_there:
+            lost.append(name)
 
     if unread and older:
         raise ConfigError(f"{older}{_UNCONVERTED}")
@@ -242,9 +248,14 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             "that was trained on, or these tensors under the names that PEFT's save_pretrained writes"
         )
 
+    if lost:
+        raise ConfigError(
+            f"{saved.name} has one value under this name, and another under another name of the same tensor "
+            f"({first_of(sorted(lost))}): the base ties what was trained apart; give the base that was trained on"
+        )
+
     missing = set(loaded.missing_keys)
-    state = adapted.state_dict().items()
-    read = {tensor.data_ptr() for key, tensor in state if key not in missing}
+    read = {state[key].data_ptr() for key in state.keys() - missing}
     renamed = [name for name in places if name not in given]
     absent = [name for name in renamed if places[name].data_ptr() not in read]
     if absent:
@@ -259,6 +270,14 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             _lay_by_rank(layer)
 
     return adapted  # type: ignore[no-any-return]
+
+
+def _is_same(there: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor of a model has the value that was loaded into it, in its own dtype."""
+    expected = value.to(there)
+    return there.shape == value.shape and torch.allclose(
+        there, expected, rtol=0, atol=0, equal_nan=True
+    )
 
 
 def _names_of_single_experts(model: nn.Module, saved: SavedAdapter) -> str:

@@ -67,6 +67,19 @@ def test_what_nobody_reads_is_refused_by_its_name(name: str, tmp_path: Path) -> 
         merge(tmp_path, NF4)
 
 
+def test_two_values_for_one_tied_tensor_are_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(**SMALL, num_hidden_layers=1, tie_word_embeddings=True)
+    LlamaForCausalLM(config).to(BFLOAT16).save_pretrained(tmp_path / "base")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=NF4, device_map={"": "cpu"})
+    train(model, tmp_path, True, target_modules=["q_proj"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    name = f"{PREFIX}model.embed_tokens.weight"
+    assert_same_model(merge(tmp_path, NF4), tmp_path / "live")
+    save_file(load_file(file) | {name: torch.randn(128, 64)}, file)
+    with pytest.raises(ConfigError, match=r"another name of the same tensor .*: the base ties what was trained apart"):
+        merge(tmp_path, NF4)
+
+
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 def test_trainable_tokens_of_tied_weights_that_are_saved_whole_are_merged(tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL, num_hidden_layers=1, tie_word_embeddings=True)

@@ -137,12 +137,11 @@ def chosen_by_transformers(cls: Any, config: Any, settings: BitsAndBytesConfig) 
 
 
 def heads() -> set[str]:
-    """The names of all classes with a head."""
+    """The names of all classes that predict tokens: those whose head may be tied to the embeddings."""
     found = set()
-    for name in dir(transformers):
-        if name.startswith("AutoModelFor"):
-            for classes in getattr(transformers, name)._model_mapping.values():
-                found |= {cls.__name__ for cls in (classes if isinstance(classes, (list, tuple)) else [classes])}
+    for name in ("CausalLM", "ImageTextToText", "MaskedLM", "MultimodalLM", "Seq2SeqLM", "SpeechSeq2Seq"):
+        for classes in getattr(transformers, f"AutoModelFor{name}")._model_mapping.values():
+            found |= {cls.__name__ for cls in (classes if isinstance(classes, (list, tuple)) else [classes])}
     return found
 
 
