@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError
 from ..export.adapters import parameter_name
-from ..model.quantization import is_of_another_library
+from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of, first_sentence, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
@@ -29,6 +30,9 @@ _DETAIL = "unsloth_fused_expert_lora"
 _BY_RANK = "rank_major"  # PEFT's own: of each rank the columns of all experts
 _BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
 _LAYOUTS = {_LAYOUT_OF_A: [_BY_EXPERT], _LAYOUT_OF_B: [_BY_RANK, _BY_EXPERT]}
+# one of a list of experts, as transformers had them before it put them in stacks
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_UNCONVERTED = ", and PEFT converts no adapter of this model: merge with the transformers that trained"
 _NO_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -186,40 +190,78 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
 
     Every tensor saved has its place there, and every place its tensor.
     """
+    import peft
     from peft import PeftModel, get_peft_model_state_dict
 
-    known = set(model.state_dict())
+    folder = os.fspath(saved.folder)
+    names_before = getattr(model, "_checkpoint_conversion_mapping", None)
     _refuse_unknown_stacks(model, saved)
+    older = _names_of_single_experts(model, saved)
+    if older and any(map(is_quantized_layer, model.modules())):
+        raise ConfigError(
+            f"{older}, unquantized: merge with the transformers that trained"
+        )
+
     with warnings.catch_warnings():
         # the comparison below names them
         warnings.filterwarnings("ignore", r"Found missing adapter keys", UserWarning)
         # named by `read_adapter`
         warnings.filterwarnings("ignore", r"Unexpected keyword arguments", UserWarning)
+        # said of patterns that PEFT itself makes for stacks, and that it applies
+        warnings.filterwarnings(
+            "ignore", r"The following \w+_pattern keys .*gate_up_proj", RuntimeWarning
+        )
         try:
-            adapted: Any = PeftModel.from_pretrained(model, os.fspath(saved.folder))
+            adapted: Any = PeftModel.from_pretrained(model, folder)
+            given = peft.load_peft_weights(folder, "cpu", key_mapping=names_before)
+            # once more, because this says what is read
+            loaded: Any = peft.set_peft_model_state_dict(adapted, given)
             places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            written: dict[str, torch.Tensor] = {}
+            if loaded.unexpected_keys:  # what PEFT itself writes beside the adapter
+                written = get_peft_model_state_dict(adapted, save_embedding_layers=True)
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
+            if older:
+                raise ConfigError(f"{older}{_UNCONVERTED}") from error
             said = first_sentence(error).removesuffix(".")
             raise ConfigError(
                 f"{saved.name} does not fit the base: {said}; give the base that was trained on, if this is another"
             ) from error
 
-    unknown = [
-        name
-        for name in saved.tensors
-        if name not in places and canonical_fqn(name) not in known
-    ]
-    if unknown:
+    state = adapted.state_dict()
+    unexpected = set(loaded.unexpected_keys)
+    unread, lost = [*unexpected.difference(given)], []
+    for name, value in given.items():
+        is_unexpected = name in unexpected
+        there = written.get(name) if is_unexpected else state.get(name)
+        is_there = there is not None and _is_same(there, value)
+        if is_unexpected and not is_there:
+            unread.append(name)
+        elif there is not None and not is_there:
+            lost.append(name)
+
+    if unread and older:
+        raise ConfigError(f"{older}{_UNCONVERTED}")
+    if unread:
         raise ConfigError(
-            f"{saved.name} has tensors that the base has no place for ({first_of(sorted(unknown))}): give the base "
-            "that was trained on"
+            f"{saved.name} has tensors that the base has no place for ({first_of(sorted(unread))}): give the base "
+            "that was trained on, or these tensors under the names that PEFT's save_pretrained writes"
         )
 
-    absent = sorted(set(places) - set(saved.tensors))
+    if lost:
+        raise ConfigError(
+            f"{saved.name} has one value under this name, and another under another name of the same tensor "
+            f"({first_of(sorted(lost))}): the base ties what was trained apart; give the base that was trained on"
+        )
+
+    missing = set(loaded.missing_keys)
+    read = {state[key].data_ptr() for key in state.keys() - missing}
+    renamed = [name for name in places if name not in given]
+    absent = [name for name in renamed if places[name].data_ptr() not in read]
     if absent:
         raise ConfigError(
-            f"{saved.name} lacks tensors of this base ({first_of(absent)}): give the base that was trained on, or the "
-            "whole adapter"
+            f"{saved.name} lacks tensors of this base ({first_of(sorted(absent))}): give the base that was trained on, "
+            "or the whole adapter"
         )
 
     for layer in adapted.modules():
@@ -228,6 +270,33 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             _lay_by_rank(layer)
 
     return adapted  # type: ignore[no-any-return]
+
+
+def _is_same(there: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor of a model has the value that was loaded into it, in its own dtype."""
+    expected = value.to(there)
+    return there.shape == value.shape and torch.allclose(
+        there, expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def _names_of_single_experts(model: nn.Module, saved: SavedAdapter) -> str:
+    """Say which names are of layers of single experts, where the base has stacks of them; ``""`` where none are."""
+    modules = {fqn for fqn, _ in model.named_modules()}
+    has_stacks = any(fqn.endswith(".experts") for fqn in modules)
+    names = []
+    for name in saved.tensors:
+        fqn, _, _ = canonical_fqn(name).partition(".lora_")
+        if _EXPERT.search(fqn) and fqn not in modules:
+            names.append(name)
+
+    if not names or not has_stacks:
+        return ""
+
+    return (
+        f"{saved.name} has names of an older transformers ({first_of(sorted(names))}), which had layers for each "
+        "expert: the installed one has them in stacks"
+    )
 
 
 def _lay_by_rank(layer: Any) -> None:

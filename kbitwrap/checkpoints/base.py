@@ -7,6 +7,7 @@ are NaN until an adapter brings them: whoever computes with them is refused.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import operator
 import os
@@ -484,13 +485,13 @@ def load_adapted(
     return trained, adapted_base(trained, saved)
 
 
-def _pending_weights(model: nn.Module) -> set[tuple[int, int]]:
-    """The weights that are pending: which they are, and where they lie."""
+def _pending_weights(model: nn.Module) -> set[tuple[int, int, int]]:
+    """The weights that are pending: which they are, where they lie, and how often they were written to."""
     found = set()
     for module in model.modules():
         if is_pending(module):
             weight = module.get_parameter("weight")
-            found.add((id(weight), weight.data_ptr()))
+            found.add((id(weight), weight.data_ptr(), weight._version))
 
     return found
 
@@ -567,11 +568,36 @@ def _class_name(
 
     auto_class = _TASKS.get(str(saved.config.get("task_type")))
     if auto_class is None:
-        return None
+        return _class_by_names(config, saved)
 
     names = [cls.__name__ for cls in classes_of(auto_class, config)]
     own = [name for name in names if name in (config.architectures or ())]
     return next(iter(own + names), None)
+
+
+def _class_by_names(config: Any, saved: SavedAdapter) -> str | None:
+    """The class whose modules the names in an adapter are of, where these are not of the config's own.
+
+    It may be the text part of a composite model, or a model without its head.
+    """
+    modules = set()
+    for fqn in saved.held:
+        modules.add((fqn.rpartition(".")[0], fqn.rsplit(".", 2)[0]))
+
+    tried = copy.deepcopy(config)
+    candidates = [None]
+    for auto_class in ("AutoModelForCausalLM", "AutoModel"):
+        candidates += [cls.__name__ for cls in classes_of(auto_class, config)]
+
+    for name in candidates:
+        if name is not None:
+            tried.architectures = [name]
+        with contextlib.suppress(ConfigError):  # loading says why
+            found = {fqn for fqn, _ in meta_model(tried).named_modules()}
+            if all(found.intersection(either) for either in modules):
+                return name
+
+    return None
 
 
 def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
@@ -592,11 +618,21 @@ def _skipping(
     quantization_config: dict[str, Any] | None, meta: Any, saved: SavedAdapter
 ) -> dict[str, Any] | None:
     """The quantization config, with those layers left as they are that an adapter trained whole."""
-    trained = [
-        fqn.removesuffix(".weight")
-        for fqn, parameter in meta.named_parameters()
-        if fqn in saved.held and is_quantized_parameter(parameter)
-    ]
+    quantized = {}
+    for fqn, parameter in meta.named_parameters():
+        if is_quantized_parameter(parameter):
+            quantized[fqn] = parameter
+
+    trained = []
+    for name, stored in saved.tensors.items():
+        fqn = canonical_fqn(name)
+        parameter = quantized.get(fqn)
+        # codes beside factors are of a layer that was quantized
+        if parameter is None or not stored.dtype.is_floating_point:
+            continue
+        if stored.shape[1:] == parameter.unpacked.shape[1:]:
+            trained.append(fqn.removesuffix(".weight"))
+
     if not trained:
         return quantization_config
 

@@ -63,7 +63,7 @@ def fitting_quantization(
     configs = _configs()
     layers = {}
     for kind, config in configs.items():
-        layers[kind] = layers_to_quantize(trained.model, config)
+        _, layers[kind] = layers_to_quantize(trained.model, config)
 
     names = _quantized_weights(layers[QuantKind.NF4], side, saved, merged)
     for name in names[:_MOST_WEIGHTS]:

@@ -6,7 +6,7 @@ They tell which adapters are active, and which cannot be merged.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import ExportError
 from ..model.quantization import PEFT_MODULES
+from ..tensors.bits import content_digest
+from ..tensors.lazy import materialize
 
 Chosen = Sequence[str] | None
 """The names of the adapters to merge; ``None`` for those that the model uses."""
@@ -23,6 +25,12 @@ Chosen = Sequence[str] | None
 _KIND = re.compile(
     rf"peft\.tuners\.(\w+)\.(?:layer|{'|'.join(PEFT_MODULES)})\.(?:\w+Lora(?=Linear))?(\w+?)(?:4bit|8bitLt)?"
 )
+
+# where LoRA has the factor of a weight's rows, and that of its columns
+_FACTORS = {
+    "lora.Linear": ("lora_B", "lora_A"),
+    "lora.Embedding": ("lora_embedding_A", "lora_embedding_B"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,33 @@ class ActiveLayer:
         variants = vars(self.layer).get("lora_variant", {})
         found = [variants[name] for name in self.adapters if name in variants]
         return frozenset(type(variant).__name__ for variant in found)
+
+    @property
+    def delta(self) -> Hashable:
+        """What plain LoRA adds to a weight: the digests of its factors, that of the rows first, and their scale.
+
+        ``None`` of another method.
+        """
+        if self.kind not in _FACTORS or self.parameter is not None or self.variants:
+            return None
+
+        deltas: list[Hashable] = []
+        for adapter in self.adapters:
+            of_rows, of_columns = (
+                getattr(self.layer, name)[adapter] for name in _FACTORS[self.kind]
+            )
+            if isinstance(of_rows, nn.Linear):
+                if of_rows.bias is not None:
+                    return None
+                of_rows, of_columns = of_rows.weight, of_columns.weight.t()
+            else:
+                of_rows = of_rows.t()
+
+            digests = [content_digest(materialize(of_rows))]
+            digests.append(content_digest(materialize(of_columns)))
+            deltas.append((self.layer.scaling[adapter], *digests))
+
+        return tuple(deltas)
 
     def refusal(self, why: object) -> ExportError:
         """The error for adapters that cannot be merged."""

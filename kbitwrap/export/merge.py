@@ -114,7 +114,8 @@ def merge_into(
     for merge in merges:
         merge.replace_tensors()
 
-    settle_ties(twin.model, [shared for shared in places if len(shared) > 1])
+    shared = [group for group in places if len(group) > 1]
+    settle_ties(twin.model, shared, merges)
     left = quantized_modules(twin.model)
     note = ""
     if not left:

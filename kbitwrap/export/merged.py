@@ -119,6 +119,17 @@ class MergedModule:
         kinds = [(type(one.layer), one.adapters, one.variants) for one in self.layers]
         return type(self.source), *kinds
 
+    def delta(self, name: str) -> Hashable:
+        """What its adapters add to a parameter, told by the values of their factors.
+
+        It is ``None`` where that is not known: of methods other than plain LoRA.
+        """
+        if self.copy is not None or name != "weight":
+            return None
+
+        deltas = [one.delta for one in self.layers]
+        return None if None in deltas else (self.is_rounded, *deltas)
+
     def try_out(self) -> None:
         """Merge the first block and throw the result away.
 

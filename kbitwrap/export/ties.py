@@ -16,6 +16,7 @@ from torch import nn
 from ..model.records import Place
 from ..tensors.bits import content_digest
 from ..tensors.lazy import LazyTensor, materialize, values_of
+from .merged import MergedModule
 from .plain import parameter_of
 
 Places = list[list[Place]]
@@ -23,21 +24,30 @@ Places = list[list[Place]]
 _FLAG = "tie_word_embeddings"
 
 
-def settle_ties(model: nn.Module, places: Places) -> None:
+def settle_ties(
+    model: nn.Module, places: Places, merges: Sequence[MergedModule]
+) -> None:
     """Tie again the weights that were tied, if all are still equal.
 
-    Otherwise all of them are untied, in the configs too.
+    Otherwise all of them are untied, in the configs too. Weights to which one delta is
+    added are equal, though the products that compute it may be rounded apart.
     """
+    merge_of = {id(merge.shell): merge for merge in merges}
     is_untied = False
     for group in places:
         tensors = [parameter_of(module, name) for module, name in group]
         different = {id(tensor): tensor for tensor in tensors}.values()
         if len(different) == 1:
             continue
-        digests = {content_digest(materialize(tensor)) for tensor in different}
-        if len(digests) > 1:
-            is_untied = True
-            continue
+        deltas = set()
+        for module, name in group:
+            merge = merge_of.get(id(module))
+            deltas.add(None if merge is None else merge.delta(name))
+        if None in deltas or len(deltas) > 1:
+            digests = {content_digest(materialize(tensor)) for tensor in different}
+            if len(digests) > 1:
+                is_untied = True
+                continue
 
         for module, name in group:
             vars(module)["_parameters"][name] = tensors[0]

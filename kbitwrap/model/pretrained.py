@@ -27,6 +27,9 @@ from .bitsandbytes_layers import make_pending
 from .quantization import is_quantized_layer, is_quantized_parameter
 from .tree import join
 
+# By the name "cpu", transformers would leave all layers unquantized for a config with
+# `llm_int8_enable_fp32_cpu_offload`, which a run on a GPU may have.
+_CPU = torch.device("cpu")
 # Tried in this order where the config names no architecture.
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
@@ -131,7 +134,7 @@ def load_pretrained(
 
     options: dict[str, Any] = {
         "dtype": dtype or "auto",
-        "device_map": {"": device},
+        "device_map": {"": torch.device(device)},  # see `_CPU`
         "output_loading_info": True,
     }
     is_quantized = getattr(config, "quantization_config", None) is not None
@@ -174,21 +177,19 @@ def load_pending(
     names = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
-    loaded = dict(model.named_modules())
-    quantizer = _quantizer(model.config, quantization_config)
-    quantizer.preprocess_model(model=model, dtype=model.dtype, device_map={"": "cpu"})
-    for fqn, module in model.named_modules():
-        if not is_quantized_layer(module):
-            continue
-
-        parameters = loaded[fqn]._parameters
-        module._parameters["bias"] = parameters["bias"]
+    quantizer, layers = layers_to_quantize(model, quantization_config)
+    for fqn, layer in layers.items():
+        parameters = model.get_submodule(fqn)._parameters
+        layer._parameters["bias"] = parameters["bias"]
         weight = parameters["weight"]
         if names[id(weight)] > 1:  # the other one's, which is not quantized
-            module._parameters["weight"] = weight
+            layer._parameters["weight"] = weight
         else:
-            make_pending(module, weight)
+            make_pending(layer, weight)
+        model.set_submodule(fqn, layer)
 
+    model.is_quantized = True
+    model.quantization_method = quantizer.quantization_config.quant_method
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     model.eval()
@@ -254,22 +255,23 @@ def _is_of_a_layer(model: nn.Module, name: str) -> bool:
     return bool(own)
 
 
-def layers_to_quantize(model: Any, quantization_config: Any) -> dict[str, nn.Module]:
-    """The layers that bitsandbytes makes of a loaded model's, by their fqns.
+def layers_to_quantize(
+    model: Any, quantization_config: Any
+) -> tuple[Any, dict[str, nn.Module]]:
+    """The quantizer of transformers, and the layers that it makes of a loaded model's, by their fqns.
 
-    They are without weights, which `make_pending` gives them.
+    They are without weights, which `make_pending` gives them. A loaded model does not
+    tell which they are: its weights are tied.
     """
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    meta: Any = meta_model(config, dtype=model.dtype)
     quantizer = _quantizer(config, quantization_config)
-    quantizer.preprocess_model(model=meta, dtype=model.dtype, device_map={"": "cpu"})
+    meta = _before_loading(type(model), config, quantizer, model.dtype)
     layers = {}
     for fqn, module in meta.named_modules():
         if is_quantized_layer(module):
             layers[fqn] = module
 
-    return layers
+    return quantizer, layers
 
 
 def _loading_class(config: Any, trust_remote_code: bool) -> Any:
@@ -493,6 +495,8 @@ def _build(
     config: Any, quantization_config: Any, dtype: torch.dtype, assumed: list[str]
 ) -> nn.Module:
     model_class = _model_class(config)
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()  # as Auto classes take it
     quantizer = _quantizer(config, quantization_config)
     dequantized: list[str] = []
     if quantizer is not None:
@@ -500,15 +504,7 @@ def _build(
         dequantized = _dequantized_by(quantizer, dtype)
         assumed += dequantized
 
-    for part in (config, *[getattr(config, name) for name in config.sub_configs]):
-        if part is not None:
-            part.dtype = dtype
-
-    with _loading(model_class, dtype):
-        model: Any = model_class(config)
-        if quantizer is not None:
-            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": "cpu"})
-
+    model = _before_loading(model_class, config, quantizer, dtype)
     _keep_in_float32(model, dtype)
     model.tie_weights()
     if quantizer is not None:
@@ -523,6 +519,25 @@ def _build(
         setattr(model, DEQUANTIZED_BY, quantizer)
     built: nn.Module = model.eval()
     return built
+
+
+def _before_loading(
+    model_class: Any, config: Any, quantizer: Any, dtype: torch.dtype
+) -> Any:
+    """A model as ``from_pretrained`` has it before it loads weights.
+
+    Its layers are those of the quantizer, which chooses them before weights are tied.
+    """
+    for part in (config, *[getattr(config, name) for name in config.sub_configs]):
+        if part is not None:
+            part.dtype = dtype
+
+    with _loading(model_class, dtype):
+        model = model_class(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": _CPU})
+
+    return model
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
+from transformers.quantizers.base import HfQuantizer
 
 import kbitwrap.export.adapted as adapted_module
 import kbitwrap.model.bitsandbytes_layers as layers_module
@@ -22,6 +24,7 @@ from kbitwrap.checkpoints.adapters import read_adapter
 from kbitwrap.checkpoints.base import load_adapted, load_base
 from kbitwrap.manifest.contents import Contents, read_contents
 from kbitwrap.model.bitsandbytes_layers import dequantizer, is_pending, make_pending, quantized_layer
+from kbitwrap.model.pretrained import layers_to_quantize
 from kbitwrap.model.quantization import is_quantized_layer
 from kbitwrap.model.tree import ModelTree
 from support import zoo
@@ -42,6 +45,9 @@ CHOSEN = [
     ("mixtral", "fp4"),  # stacks of experts
     ("t5", "int8"),  # kept in float32 in part
 ]
+
+# tied, and their last parameter is a linear layer's before that, and another's after
+TIED = "MobileBertForMaskedLM VoxtralRealtimeForConditionalGeneration"
 
 
 def save(name: str, folder: Path, dtype: torch.dtype) -> Path:
@@ -75,6 +81,86 @@ def test_a_head_that_is_quantized_too_is_pending_unless_it_is_tied(name: str, tm
     _, found = load(folder, settings)
     assert load(folder, settings, may_be_pending=False) == (0, found)
     assert ("lm_head.weight.absmax" in found.tensors) == (name == "llama")
+
+
+def test_a_layer_is_pending_that_is_last_before_weights_are_tied_and_not_after(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    text |= {
+        "num_hidden_layers": 1,
+        "vocab_size": 128,
+        "vocab_size_per_layer_input": 128,
+        "layer_types": ["full_attention"],
+    }
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision |= {"num_key_value_heads": 4, "head_dim": 16, "patch_size": 4}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision)
+    transformers.Gemma4ForConditionalGeneration(config).to(BFLOAT16).save_pretrained(tmp_path / "base")
+    _, found = load(tmp_path / "base", NF4)
+    assert load(tmp_path / "base", NF4, may_be_pending=False) == (0, found)
+    assert "model.embed_vision.embedding_projection.weight.absmax" in found.tensors
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_a_base_is_quantized_on_a_cpu_where_the_config_allows_for_parts_on_it(quant: str, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "base", BFLOAT16)
+    settings = zoo._quantization_config(zoo.ARCHITECTURES["llama"], quant, BFLOAT16)
+    _, expected = load(folder, settings)
+    settings.llm_int8_enable_fp32_cpu_offload = True
+    for may_be_pending in (True, False):
+        _, found = load(folder, settings, may_be_pending=may_be_pending)
+        assert found.tensors == expected.tensors
+
+
+class Chosen(BaseException):
+    """Ends a load when the layers are chosen."""
+
+
+def chosen_by_transformers(cls: Any, config: Any, settings: BitsAndBytesConfig) -> set[str]:
+    """The names of the layers that a load quantizes, which ends before it allocates any."""
+    models = []
+    preprocess = HfQuantizer.preprocess_model
+
+    def choose(quantizer: Any, model: Any, **options: Any) -> None:
+        preprocess(quantizer, model, **options)
+        models.append(model)
+        raise Chosen
+
+    with mock.patch.object(HfQuantizer, "preprocess_model", choose), contextlib.suppress(Chosen):
+        cls.from_pretrained(None, config=config, state_dict={}, quantization_config=settings, dtype=BFLOAT16)
+    return {fqn for fqn, module in models[0].named_modules() if is_quantized_layer(module)}
+
+
+def heads() -> set[str]:
+    """The names of all classes that predict tokens: those whose head may be tied to the embeddings."""
+    found = set()
+    for name in ("CausalLM", "ImageTextToText", "MaskedLM", "MultimodalLM", "Seq2SeqLM", "SpeechSeq2Seq"):
+        for classes in getattr(transformers, f"AutoModelFor{name}")._model_mapping.values():
+            found |= {cls.__name__ for cls in (classes if isinstance(classes, (list, tuple)) else [classes])}
+    return found
+
+
+@pytest.mark.parametrize("names", few(["all", TIED], [TIED]))
+def test_the_layers_to_quantize_are_those_that_transformers_chooses(names: str) -> None:
+    wrong, built = {}, 0
+    for name in sorted(heads()) if names == "all" else names.split():
+        cls, model = getattr(transformers, name), None
+        with torch.device("meta"), contextlib.suppress(Exception):  # not each has a config that makes one by default
+            model = cls(cls.config_class())
+        if model is None:
+            continue
+        model.tie_weights()
+        built += 1
+        _, layers = layers_to_quantize(model, NF4)
+        if differing := chosen_by_transformers(cls, cls.config_class(), NF4) ^ {*layers}:
+            wrong[name] = sorted(differing)
+    assert wrong == {}
+    assert built >= (300 if names == "all" else 2)
 
 
 def test_what_would_be_converted_is_loaded_quantized() -> None:

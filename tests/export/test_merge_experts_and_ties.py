@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kbitwrap.export.adapted as adapted_module
-from kbitwrap import KbitPreparedModel
+from kbitwrap import KbitPreparedModel, merge_checkpoint
 from support import training, zoo
 from support.files import tensors_of
-from support.merging import assert_rounded_once, export, jitter, layers_of, load, same_outputs
+from support.merging import assert_rounded_once, assert_same_model, export, jitter, layers_of, load, same_outputs
 from support.snapshot import Snapshot
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -134,6 +134,11 @@ def test_tied_weights_that_are_trained_together_stay_tied(kind: str, tmp_path: P
     assert head is embeddings
     assert "lm_head.weight" not in tensors_of(tmp_path / "merged")  # the files hold it once
     assert not torch.equal(embeddings, original.get_input_embeddings().weight)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=kind != "modules_to_save")
+    settings = zoo._quantization_config(zoo.ARCHITECTURES["gemma2"], "nf4", FLOAT32)
+    options: dict[str, Any] = {"quantization_config": settings, "dtype": FLOAT32, "check": True}
+    merge_checkpoint(zoo.checkpoint("gemma2"), tmp_path / "adapter", tmp_path / "again", **options)
+    assert_same_model(tmp_path / "again", tmp_path / "merged")
 
 
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
