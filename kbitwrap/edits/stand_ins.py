@@ -182,6 +182,37 @@ class _Installed:
         vars(self.module)[self.name] = self.value
 
 
+# The changes that follow weights that are registered again, and torch's hook for them.
+_followers: tuple[weakref.ref[UpcastChange], ...] = ()
+_hook: RemovableHandle | None = None
+
+
+def _follow(change: UpcastChange, is_followed: bool) -> None:
+    """Begin or end to follow the weights of a change.
+
+    Only here does torch's hook come and go: when a garbage collection frees a change,
+    torch may be stepping through its hooks.
+    """
+    global _followers, _hook
+    others = [one for one in _followers if one() not in (None, change)]
+    _followers = (*others, weakref.ref(change)) if is_followed else tuple(others)
+    if _followers and _hook is None:
+        _hook = register_module_parameter_registration_hook(_registered)
+    elif not _followers and _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+def _registered(module: nn.Module, name: str, parameter: Any) -> Any:
+    """The parameter to register instead, as each change that follows has it."""
+    for follower in _followers:
+        change = follower()
+        if change is not None:
+            instead = change.registered(module, name, parameter)
+            parameter = parameter if instead is None else instead
+    return parameter
+
+
 class UpcastChange:
     """Instance attributes that stand in for parameters.
 
@@ -200,7 +231,6 @@ class UpcastChange:
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
             weakref.WeakKeyDictionary()
         )
-        self._hook: RemovableHandle | None = None
 
     def install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Put a stand-in in front of a module's parameter."""
@@ -241,21 +271,7 @@ class UpcastChange:
             vars(module)["parameters"] = stand_in
             self._names.setdefault(module, set())
 
-    def follow(self) -> None:
-        """Begin to follow weights that are registered again."""
-        if self._hook is not None:
-            return
-
-        method = weakref.WeakMethod(self._registered)
-
-        def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
-            found = method()
-            return None if found is None else found(module, name, parameter)
-
-        self._hook = register_module_parameter_registration_hook(registered)
-        weakref.finalize(self, self._hook.remove)
-
-    def _registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
+    def registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
         """The parameter to register instead, or ``None`` to register this one.
 
         For a stand-in it is the half weight, and the new place gets a stand-in.
@@ -325,9 +341,7 @@ class UpcastChange:
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the stand-ins, so that the parameters are seen again."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        _follow(self, False)
         for one in self._installed(tree):
             one.remove()
 
@@ -338,7 +352,7 @@ class UpcastChange:
         def resume() -> None:
             for one in current:
                 one.put_back()
-            self.follow()
+            _follow(self, True)
 
         return Call(resume)
 
@@ -371,4 +385,4 @@ class UpcastAtUse(EditBase):
                 change.install(module, ref.name, parameter)
 
         change.put_float32_first(tree.model)
-        change.follow()
+        _follow(change, True)

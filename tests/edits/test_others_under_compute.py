@@ -157,18 +157,34 @@ class TestRegisteredAnew:
     def test_parameter_hooks_are_removed_with_the_last_preparation(self) -> None:
         gc.collect()  # what other tests left prepared
         hooks = torch_module._global_parameter_registration_hooks
-        assert not hooks
         model = zoo.load("mixtral")
+        KbitPreparedModel(model, precision="compute").prepare().restore()
+        assert not hooks
         with KbitPreparedModel(model, precision="compute") as prepared:
             assert hooks
             with prepared.suspended():
                 assert not hooks
             assert hooks
         assert not hooks
-        KbitPreparedModel(model, precision="compute").prepare()
+
+    def test_a_model_that_is_dropped_takes_no_hook_away_while_another_is_made(self) -> None:
+        """Torch steps through its hooks, and a garbage collection may come in any of them."""
+        hooks = torch_module._global_parameter_registration_hooks
+
+        def collect(*_: object) -> None:
+            gc.collect()
+
+        model = zoo.load("mixtral")
+        collecting = torch_module.register_module_parameter_registration_hook(collect)
+        try:
+            KbitPreparedModel(model, precision="compute").prepare()
+            del model
+            nn.Linear(2, 2)
+        finally:
+            collecting.remove()
         assert hooks
-        del model, prepared
-        gc.collect()
+        with KbitPreparedModel(zoo.load("llama"), precision="compute"):
+            pass
         assert not hooks
 
 
