@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,7 @@ class Float32Copy(StandInMethod):
             if not isinstance(value, STAND_INS):
                 result.__dict__[name] = copy.deepcopy(value, memo)
 
+        _hold_parameters_in(dict, result)
         return result
 
 
@@ -156,6 +158,17 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
     return not is_taken and not hasattr(type(module), name)
 
 
+def _hold_parameters_in(kind: type[dict[str, Any]], module: nn.Module) -> None:
+    """Let a module hold its parameters in a ``dict``, or in an ``OrderedDict``.
+
+    ``torch.compile`` runs what it compiled for one module with another where its guards
+    find no difference. They look at the kind of dict, and not at a stand-in.
+    """
+    held = module._parameters
+    if type(held) in (dict, OrderedDict) and type(held) is not kind:
+        vars(module)["_parameters"] = kind(held)
+
+
 @dataclass
 class _Installed:
     """An instance attribute that stands in for a parameter or a method."""
@@ -169,6 +182,7 @@ class _Installed:
         if isinstance(self.value, UpcastTensor):
             self.value._is_param = False
             self.value.held = None
+            _hold_parameters_in(dict, self.module)
         del vars(self.module)[self.name]
 
     def put_back(self) -> None:
@@ -179,6 +193,7 @@ class _Installed:
                 return
             self.value._is_param = True
             self.value.held = held
+            _hold_parameters_in(OrderedDict, self.module)
         vars(self.module)[self.name] = self.value
 
 
@@ -238,6 +253,7 @@ class UpcastChange:
         vars(module)[name] = UpcastTensor(
             parameter, (module, name), self._chunk_bytes, held=parameter
         )
+        _hold_parameters_in(OrderedDict, module)
         vars(module)["__deepcopy__"] = Float32Copy(module)
         vars(module)["__getstate__"] = StandInState(module)
         self._records.mark(module).dtypes[name] = parameter.dtype

@@ -314,6 +314,7 @@ class UpcastTensor(torch.Tensor):
         return self
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
