@@ -126,6 +126,27 @@ class StandInState(StandInMethod):
         return {**state, **marked}
 
 
+class FollowedApply(StandInMethod):
+    """An instance's ``_apply``, by which torch moves a module to another device."""
+
+    def __call__(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Apply a function to all tensors, and let the stand-ins name their device."""
+        type(self.module)._apply(self.module, fn, recurse)
+        for value in list(vars(self.module).values()):
+            if isinstance(value, UpcastTensor):
+                value.follow_device()
+
+        return self.module
+
+
+# Those that stand in wherever a weight is stood in for.
+_METHODS: dict[str, type[StandInMethod]] = {
+    "__deepcopy__": Float32Copy,
+    "__getstate__": StandInState,
+    "_apply": FollowedApply,
+}
+
+
 class Float32First(StandInMethod):
     """An instance's ``parameters`` with a stand-in for the first.
 
@@ -154,7 +175,7 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return False
 
-    is_taken = vars(module).keys() & {name, "__deepcopy__", "__getstate__"}
+    is_taken = vars(module).keys() & {name, *_METHODS}
     return not is_taken and not hasattr(type(module), name)
 
 
@@ -254,8 +275,8 @@ class UpcastChange:
             parameter, (module, name), self._chunk_bytes, held=parameter
         )
         _hold_parameters_in(OrderedDict, module)
-        vars(module)["__deepcopy__"] = Float32Copy(module)
-        vars(module)["__getstate__"] = StandInState(module)
+        for method, stand_in in _METHODS.items():
+            vars(module)[method] = stand_in(module)
         self._records.mark(module).dtypes[name] = parameter.dtype
 
     def _weights(self) -> Iterator[_Installed]:

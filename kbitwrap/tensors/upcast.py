@@ -96,7 +96,7 @@ class Address:
 
 
 class UpcastTensor(torch.Tensor):
-    """A float32 view of half storage, on the device where it was made.
+    """A float32 view of half storage.
 
     A module's whole weight passes for a parameter.
 
@@ -266,6 +266,28 @@ class UpcastTensor(torch.Tensor):
         with torch.no_grad():
             return Address(self.half_storage.data_ptr())
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The half memory, which is all that is held.
+
+        A tracer takes tensors that share memory for views of each other.
+        """
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()
+        with torch.no_grad():
+            return self.half_storage.untyped_storage()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes of the half memory."""
+        with torch.no_grad():
+            return self.half_storage.nbytes
+
+    def follow_device(self) -> None:
+        """Put another stand-in in front of a weight that was moved to another device."""
+        moved = self.parameter
+        if moved.device != self.device:
+            self.data = moved.data
+
     @property
     def data(self) -> torch.Tensor:
         """A detached view.
@@ -314,8 +336,8 @@ class UpcastTensor(torch.Tensor):
         return self
 
     @classmethod
-    @torch.compiler.disable
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run one operation; see the module."""
