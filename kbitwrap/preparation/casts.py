@@ -20,7 +20,12 @@ from ..edits.flags import prepared_tensors
 from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.quantization import Quantization, is_quantized_parameter, is_rewritten
+from ..model.quantization import (
+    Quantization,
+    is_quantized_layer,
+    is_quantized_parameter,
+    is_rewritten,
+)
 from ..model.records import TensorRef, key_of
 from ..model.roles import Role, parameter_roles
 from ..model.tree import ModelTree, NamedTensor
@@ -168,7 +173,8 @@ class Casts:
         """
         parameter = tensor.parameter
         is_layers = isinstance(tensor.module, (nn.Linear, nn.Embedding))
-        is_weight = is_layers and tensor.name == "weight"
+        is_plain = is_layers and not is_quantized_layer(tensor.module)
+        is_weight = is_plain and tensor.name == "weight"
         is_expert = self.role(tensor) is Role.EXPERT and parameter.dim() >= 2
         if not (is_weight or is_expert):
             return "not the weight of an embedding or of a linear layer"
