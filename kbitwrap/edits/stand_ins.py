@@ -277,7 +277,9 @@ class UpcastChange:
         _hold_parameters_in(OrderedDict, module)
         for method, stand_in in _METHODS.items():
             vars(module)[method] = stand_in(module)
-        self._records.mark(module).dtypes[name] = parameter.dtype
+        mark = self._records.mark_of(module)
+        if mark is not None:  # of what the model is a part of, nothing is to be left
+            mark.dtypes[name] = parameter.dtype
 
     def _weights(self) -> Iterator[_Installed]:
         """The stand-ins of weights."""

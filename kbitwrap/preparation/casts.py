@@ -26,7 +26,7 @@ from ..model.quantization import (
     is_quantized_parameter,
     is_rewritten,
 )
-from ..model.records import TensorRef, key_of
+from ..model.records import Place, TensorRef, key_of
 from ..model.roles import Role, parameter_roles
 from ..model.tree import ModelTree, NamedTensor
 from ..tensors.bits import is_composed
@@ -142,7 +142,7 @@ class Casts:
             weights = [
                 TensorRef(weakref.ref(module), name)
                 for tensor in by_role[role]
-                for module, name in self.tree.places(tensor)
+                for module, name in self._places(tensor)
             ]
             edit = UpcastAtUse(
                 "upcast",
@@ -153,6 +153,22 @@ class Casts:
             )
             edits.append(edit)
         return edits
+
+    def _places(self, tensor: NamedTensor) -> list[Place]:
+        """Every place of a weight, also in modules that the model is a part of."""
+        outside = [
+            (module, name)
+            for module, name in self._outside
+            if module._parameters[name] is tensor.parameter
+        ]
+        return [*self.tree.places(tensor), *outside]
+
+    @functools.cached_property
+    def _outside(self) -> list[Place]:
+        """The places outside of the model of what could be upcast at use."""
+        parameters = [tensor.parameter for tensor in self.castable]
+        matrices = [one for one in parameters if one.dim() >= 2 and not one.is_meta]
+        return self.tree.places_outside(matrices) if matrices else []
 
     @functools.cached_property
     def _upcast(self) -> _Tensors:
@@ -182,7 +198,7 @@ class Casts:
             return "FSDP takes what stands in front of a weight for the weight"
         if parameter.requires_grad and not self.config.freeze:
             return "trained"
-        if not all(can_stand_in(*place) for place in self.tree.places(tensor)):
+        if not all(can_stand_in(*place) for place in self._places(tensor)):
             return (
                 "its module does not compute with the parameter itself, or writes to it"
             )

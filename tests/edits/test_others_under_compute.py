@@ -36,7 +36,8 @@ class TestRegisteredAnew:
         assert model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
         assert isinstance(model.lm_head.weight, UpcastTensor)
         assert torch.equal(model(**batch).loss, loss)
-        assert during.diff(Snapshot(model), ignore=(": attributes", ": __deepcopy__", ": __getstate__", ": _apply")) == []
+        ours = (": attributes", ": __deepcopy__", ": __getstate__", ": _apply")
+        assert during.diff(Snapshot(model), ignore=ours) == []
         assert not prepared.verify()
         with prepared.suspended():
             model.tie_weights()
@@ -246,6 +247,26 @@ def test_a_head_that_was_cast_is_cast_back(how: Callable[[nn.Module], nn.Module]
         how(model.lm_head)
         assert torch.equal(model(**zoo.inputs("llama", model)).loss, loss)
     assert before.diff(Snapshot(model), moved=True) == []
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "opt", "tied outside"])
+def test_a_part_whose_weight_is_tied_to_a_module_outside_computes_as_under_full(name: str) -> None:
+    losses = []
+    for precision in ("full", "compute"):
+        model = zoo.load("llama" if name == "tied outside" else name)
+        if name == "tied outside":
+            model.lm_head.weight = model.model.embed_tokens.weight
+        before = Snapshot(model)
+        with KbitPreparedModel(model.model, precision=precision, gradient_checkpointing=False) as prepared:
+            batch = zoo.inputs("llama" if name == "tied outside" else name, model)
+            losses.append(model(**batch).loss)
+            with prepared.suspended():
+                assert before.diff(Snapshot(model), moved=True) == []
+            losses.append(model(**batch).loss)
+        assert before.diff(Snapshot(model), moved=True) == []
+        stored = [fqn for edit in prepared.plan.edits if edit.action == "store" for fqn in edit.fqns]
+        assert any("embed_tokens" in fqn for fqn in stored) == (precision == "full")
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
 @pytest.mark.filterwarnings("ignore:.*multivariate normal distribution")
