@@ -196,7 +196,9 @@ class ModelTree:
         module knows what holds it, but the garbage collector does.
         """
         own = {id(tensor.module._parameters) for tensor in self.all_tensors}
-        holders = [one for one in gc.get_referrers(*parameters) if isinstance(one, dict)]
+        holders = [
+            one for one in gc.get_referrers(*parameters) if isinstance(one, dict)
+        ]
         others = {id(one) for one in holders} - own
         if not others:
             return []
@@ -208,7 +210,9 @@ class ModelTree:
         for module in modules:
             held = vars(module).get("_parameters", {})
             if id(held) in others:
-                found += [(module, name) for name, one in held.items() if id(one) in ids]
+                found += [
+                    (module, name) for name, one in held.items() if id(one) in ids
+                ]
 
         return found
 
