@@ -29,7 +29,7 @@ from ..model.quantization import (
 from ..model.records import Place, TensorRef, key_of
 from ..model.roles import Role, parameter_roles
 from ..model.tree import ModelTree, NamedTensor
-from ..tensors.bits import is_composed
+from ..tensors.bits import digest_bytes, is_composed
 from ..tensors.dtypes import HALF_DTYPES
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
@@ -249,12 +249,15 @@ class Casts:
             # They may overlap.
             together = sum(parameter.nbytes for parameter in parameters)
             freed_bytes = min(together, parameters[0].untyped_storage().nbytes())
+        # The digest of an original is made before its cast, where no original is held.
+        is_held = record.is_rewritten or record.is_viewed or keep
+        digests = [0 if is_held else digest_bytes(one) for one in parameters]
         is_compute = self.config.precision is Precision.COMPUTE
         return dataclasses.replace(
             record,
             action="store",
             added_bytes=cast_bytes - freed_bytes,
-            transient_bytes=cast_bytes,
+            transient_bytes=max(cast_bytes, *digests),
             reason=self._stored_because(group[0]) if is_compute else "",
             dtype=torch.float32,
             keep=keep,
