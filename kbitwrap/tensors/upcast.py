@@ -73,7 +73,7 @@ class ShardedStandInError(UnsupportedModelError, AttributeError):
 class Address:
     """The address of an upcast tensor's half memory.
 
-    It can be compared, to tell ties, but not read from.
+    It can be compared, to tell ties, and asked for its alignment, but not read from.
     """
 
     def __init__(self, value: int) -> None:
@@ -92,7 +92,11 @@ class Address:
             "that reads memory a copy, weight.clone(), or prepare with precision 'full'"
         )
 
-    __int__ = __index__ = __add__ = __mod__ = _refuse
+    __int__ = __index__ = __add__ = _refuse
+
+    def __mod__(self, alignment: int) -> int:
+        """0: each operation gets new memory, which is aligned to 64 bytes."""
+        return 0 if 64 % alignment == 0 else self._refuse()  # type: ignore[no-any-return]
 
 
 class UpcastTensor(torch.Tensor):
