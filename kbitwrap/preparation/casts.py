@@ -257,7 +257,8 @@ class Casts:
             record,
             action="store",
             added_bytes=cast_bytes - freed_bytes,
-            transient_bytes=max(cast_bytes, *digests),
+            transient_bytes=cast_bytes,
+            digest_bytes=max(digests),
             reason=self._stored_because(group[0]) if is_compute else "",
             dtype=torch.float32,
             keep=keep,
@@ -290,6 +291,6 @@ def peak_bytes(edits: Sequence[EditBase]) -> int:
     for edit in edits:
         # What else is kept is a copy on the host.
         held = edit.held_bytes
-        peak = max(peak, live + edit.transient_bytes + held)
+        peak = max(peak, live + edit.transient_bytes + held, live + edit.digest_bytes)
         live += edit.added_bytes + held
     return max(peak, live)
