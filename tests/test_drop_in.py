@@ -11,6 +11,7 @@ from unittest import mock
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import kbitwrap
@@ -97,12 +98,36 @@ def test_returns_the_same_object_and_casts(prepare: Callable[..., nn.Module]) ->
     assert not any(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
+@pytest.mark.parametrize("precision", [None, "full", "compute"])
+def test_an_8_bit_layer_that_keeps_its_weight_in_half_is_cast_too(precision: str | None) -> None:
+    """PEFT casts such weights (``llm_int8_has_fp16_weight``), and they are quantized anew in each forward."""
+    settings = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True)
+    results = []
+    for ours in (False, True):
+        model = zoo.load("llama", "int8", torch.float16, quantization_config=settings)
+        before = Snapshot(model)
+        if precision is None or not ours:
+            (prepare_model_for_kbit_training if ours else peft.prepare_model_for_kbit_training)(
+                model, gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        else:
+            KbitPreparedModel(model, precision=precision).prepare()
+        dtypes = [p.dtype for fqn, p in model.named_parameters() if "_proj" in fqn]
+        assert set(dtypes) == {torch.float32}
+        tuned = adapt("llama", model)
+        results.append([step("llama", tuned, seed=seed)[0] for seed in range(4)])
+        if ours:
+            kbitwrap.restore(model)
+            tuned.unload()
+            assert before.diff(Snapshot(model), moved=True) == []
+    assert torch.equal(torch.stack(results[0]), torch.stack(results[1]))
+
+
 @BOTH
 @pytest.mark.parametrize("clears", [True, False])
 def test_empty_cache_is_called_once_or_never(prepare: Callable[..., nn.Module], clears: bool) -> None:
     with (
-        mock.patch("torch.accelerator.is_available", return_value=True),
-        mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda")),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.empty_cache") as empty_cache,
     ):

@@ -38,6 +38,7 @@ class EditBase:
     # the peak while the edit is made, above what was live before
     transient_bytes: int = 0
     reason: str = ""  # why it is not done in the precision's leaner way
+    digest_bytes = 0  # held while a digest is made of what it changes, before it does
 
     @property
     def held_bytes(self) -> int:

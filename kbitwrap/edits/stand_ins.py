@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,7 @@ class Float32Copy(StandInMethod):
             if not isinstance(value, STAND_INS):
                 result.__dict__[name] = copy.deepcopy(value, memo)
 
+        _hold_parameters_in(dict, result)
         return result
 
 
@@ -122,6 +124,27 @@ class StandInState(StandInMethod):
         }
         marked = {name: value.as_state() for name, value in stand_ins.items()}
         return {**state, **marked}
+
+
+class FollowedApply(StandInMethod):
+    """An instance's ``_apply``, by which torch moves a module to another device."""
+
+    def __call__(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Apply a function to all tensors, and let the stand-ins name their device."""
+        type(self.module)._apply(self.module, fn, recurse)
+        for value in list(vars(self.module).values()):
+            if isinstance(value, UpcastTensor):
+                value.follow_device()
+
+        return self.module
+
+
+# Those that stand in wherever a weight is stood in for.
+_METHODS: dict[str, type[StandInMethod]] = {
+    "__deepcopy__": Float32Copy,
+    "__getstate__": StandInState,
+    "_apply": FollowedApply,
+}
 
 
 class Float32First(StandInMethod):
@@ -152,8 +175,19 @@ def can_stand_in(module: nn.Module, name: str) -> bool:
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return False
 
-    is_taken = vars(module).keys() & {name, "__deepcopy__", "__getstate__"}
+    is_taken = vars(module).keys() & {name, *_METHODS}
     return not is_taken and not hasattr(type(module), name)
+
+
+def _hold_parameters_in(kind: type[dict[str, Any]], module: nn.Module) -> None:
+    """Let a module hold its parameters in a ``dict``, or in an ``OrderedDict``.
+
+    ``torch.compile`` runs what it compiled for one module with another where its guards
+    find no difference. They look at the kind of dict, and not at a stand-in.
+    """
+    held = module._parameters
+    if type(held) in (dict, OrderedDict) and type(held) is not kind:
+        vars(module)["_parameters"] = kind(held)
 
 
 @dataclass
@@ -169,6 +203,7 @@ class _Installed:
         if isinstance(self.value, UpcastTensor):
             self.value._is_param = False
             self.value.held = None
+            _hold_parameters_in(dict, self.module)
         del vars(self.module)[self.name]
 
     def put_back(self) -> None:
@@ -179,7 +214,39 @@ class _Installed:
                 return
             self.value._is_param = True
             self.value.held = held
+            _hold_parameters_in(OrderedDict, self.module)
         vars(self.module)[self.name] = self.value
+
+
+# The changes that follow weights that are registered again, and torch's hook for them.
+_followers: tuple[weakref.ref[UpcastChange], ...] = ()
+_hook: RemovableHandle | None = None
+
+
+def _follow(change: UpcastChange, is_followed: bool) -> None:
+    """Begin or end to follow the weights of a change.
+
+    Only here does torch's hook come and go: when a garbage collection frees a change,
+    torch may be stepping through its hooks.
+    """
+    global _followers, _hook
+    others = [one for one in _followers if one() not in (None, change)]
+    _followers = (*others, weakref.ref(change)) if is_followed else tuple(others)
+    if _followers and _hook is None:
+        _hook = register_module_parameter_registration_hook(_registered)
+    elif not _followers and _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+def _registered(module: nn.Module, name: str, parameter: Any) -> Any:
+    """The parameter to register instead, as each change that follows has it."""
+    for follower in _followers:
+        change = follower()
+        if change is not None:
+            instead = change.registered(module, name, parameter)
+            parameter = parameter if instead is None else instead
+    return parameter
 
 
 class UpcastChange:
@@ -200,7 +267,6 @@ class UpcastChange:
         self._names: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
             weakref.WeakKeyDictionary()
         )
-        self._hook: RemovableHandle | None = None
 
     def install(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Put a stand-in in front of a module's parameter."""
@@ -208,9 +274,12 @@ class UpcastChange:
         vars(module)[name] = UpcastTensor(
             parameter, (module, name), self._chunk_bytes, held=parameter
         )
-        vars(module)["__deepcopy__"] = Float32Copy(module)
-        vars(module)["__getstate__"] = StandInState(module)
-        self._records.mark(module).dtypes[name] = parameter.dtype
+        _hold_parameters_in(OrderedDict, module)
+        for method, stand_in in _METHODS.items():
+            vars(module)[method] = stand_in(module)
+        mark = self._records.mark_of(module)
+        if mark is not None:  # of what the model is a part of, nothing is to be left
+            mark.dtypes[name] = parameter.dtype
 
     def _weights(self) -> Iterator[_Installed]:
         """The stand-ins of weights."""
@@ -241,21 +310,7 @@ class UpcastChange:
             vars(module)["parameters"] = stand_in
             self._names.setdefault(module, set())
 
-    def follow(self) -> None:
-        """Begin to follow weights that are registered again."""
-        if self._hook is not None:
-            return
-
-        method = weakref.WeakMethod(self._registered)
-
-        def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
-            found = method()
-            return None if found is None else found(module, name, parameter)
-
-        self._hook = register_module_parameter_registration_hook(registered)
-        weakref.finalize(self, self._hook.remove)
-
-    def _registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
+    def registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
         """The parameter to register instead, or ``None`` to register this one.
 
         For a stand-in it is the half weight, and the new place gets a stand-in.
@@ -325,9 +380,7 @@ class UpcastChange:
 
     def undo(self, tree: ModelTree) -> None:
         """Remove the stand-ins, so that the parameters are seen again."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        _follow(self, False)
         for one in self._installed(tree):
             one.remove()
 
@@ -338,7 +391,7 @@ class UpcastChange:
         def resume() -> None:
             for one in current:
                 one.put_back()
-            self.follow()
+            _follow(self, True)
 
         return Call(resume)
 
@@ -371,4 +424,4 @@ class UpcastAtUse(EditBase):
                 change.install(module, ref.name, parameter)
 
         change.put_float32_first(tree.model)
-        change.follow()
+        _follow(change, True)

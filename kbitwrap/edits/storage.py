@@ -392,6 +392,7 @@ class Store(EditBase):
         is_viewed: Whether a plain tensor or a buffer views their memory. Then they go
             back to that very memory.
         record_bytes: The bytes of the originals that are held beside the cast ones.
+        digest_bytes: The most bytes that the digests of the originals hold.
     """
 
     refs: tuple[TensorRef, ...] = field(repr=False)
@@ -400,6 +401,7 @@ class Store(EditBase):
     is_rewritten: bool = False
     is_viewed: bool = False
     record_bytes: int = 0
+    digest_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:

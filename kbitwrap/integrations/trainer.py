@@ -23,6 +23,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from kbitwrap import (
+    ConfigError,
     KbitPreparedModel,
     LifecycleState,
     Manifest,
@@ -145,6 +146,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         state: TrainerState,
         control: TrainerControl,
         model: _Model = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
@@ -188,7 +190,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
         # A checkpoint that was saved without this callback has no place for it.
         vars(state)["stateful_callbacks"][type(self).__name__] = self.state()
-        self._suspend_for(args.eval_on_start, model)
+        self._suspend_for(args.eval_on_start, model, optimizer)
 
     def _expect_evaluated(
         self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
@@ -258,11 +260,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         state: TrainerState,
         control: TrainerControl,
         model: _Model = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         """Suspend where an evaluation follows."""
         self._expect_evaluated(args, state, control, model)
-        self._suspend_for(control.should_evaluate, model)
+        self._suspend_for(control.should_evaluate, model, optimizer)
 
     on_epoch_end = on_step_end
 
@@ -316,10 +319,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
 
-    def _suspend_for(self, is_evaluated: bool, model: _Model) -> None:
+    def _suspend_for(self, is_evaluated: bool, model: _Model, optimizer: Any) -> None:
         """Suspend where the model is to be evaluated."""
         prepared = self._wrapper(model)
         if self.suspend_evaluation and is_evaluated and prepared is not None:
+            _let_evaluate(optimizer)
             self._resume = prepared.suspend()
 
     def _wrapper(self, model: _Model) -> KbitPreparedModel | None:
@@ -418,8 +422,21 @@ class SuspendedEvaluation(Trainer):
                 its dtype.
         """
         prepared = _prepared(self.model)
-        with contextlib.nullcontext() if prepared is None else prepared.suspended():
+        if prepared is None:
             return super().evaluation_loop(*args, **kwargs)
+
+        _let_evaluate(self.optimizer)
+        with prepared.suspended():
+            return super().evaluation_loop(*args, **kwargs)
+
+
+def _let_evaluate(optimizer: Any) -> None:
+    """Let an optimizer write the values that it wants evaluated, before a suspension rounds them.
+
+    ``Trainer`` asks it again, for nothing, in the loop, and for the trained ones at the next step.
+    """
+    if callable(getattr(optimizer, "eval", None)):
+        optimizer.eval()
 
 
 @contextlib.contextmanager
@@ -444,6 +461,8 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         The wrapper of the trainer's model, prepared.
 
     Raises:
+        ConfigError: The trainer's constructor computed a reference with the model
+            (``precompute_ref_log_probs=True`` of DPO and KTO), which was not prepared.
         StateError: The model is prepared already, as one that was prepared before it
             was given to the trainer.
         UnsupportedModelError: The model cannot be prepared, because it is sharded
@@ -457,6 +476,14 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         >>> with prepared_trainer(trainer):  # doctest: +SKIP
         ...     trainer.train()
     """
+    if getattr(trainer.args, "precompute_ref_log_probs", False):
+        raise ConfigError(
+            "precompute_ref_log_probs: prepared_trainer expects False, found True: the constructor of "
+            f"{type(trainer).__name__} has computed the reference with the model as it was loaded, and the prepared "
+            "model computes other numbers. Leave the argument out, or prepare the model first, "
+            "KbitPreparedModel(model).prepare(), and give that to the trainer"
+        )
+
     for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers 5.23 reads the new name, and drops the old one in 6.
         new_name = name.replace("gradient", "activation")

@@ -135,8 +135,15 @@ _PARAMETERS = frozenset({"Params4bit", "Int8Params"})
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
     """Whether a parameter holds quantized storage, whatever its dtype.
 
-    4-bit weights can be packed into half.
+    4-bit weights can be packed into half. An 8-bit layer may keep its weight in half,
+    and quantize it anew in each forward (``has_fp16_weights``).
     """
+    is_kept_half = getattr(parameter, "has_fp16_weights", False)
+    return _is_bitsandbytes_parameter(parameter) and not is_kept_half
+
+
+def _is_bitsandbytes_parameter(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of a class of bitsandbytes'."""
     cls: Any = type(parameter)
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class
     # name but not the class.
@@ -373,7 +380,7 @@ def has_runtime_state(module: nn.Module) -> bool:
     Linear layers of bitsandbytes and of gptqmodel do.
     """
     weight = module._parameters.get("weight")
-    if weight is None or not is_quantized_parameter(weight):
+    if weight is None or not _is_bitsandbytes_parameter(weight):
         return KERNEL in vars(module) and isinstance(module, _gptqmodel_class())
 
     cls: Any = type(module)

@@ -6,8 +6,9 @@ wrappers, its *path* the live one.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -187,6 +188,33 @@ class ModelTree:
     def places(self, tensor: NamedTensor) -> list[Place]:
         """Every owner of a parameter, each once, with the parameter's name there."""
         return self._places.get(id(tensor.parameter)) or [(tensor.module, tensor.name)]
+
+    def places_outside(self, parameters: Sequence[nn.Parameter]) -> list[Place]:
+        """The places of parameters in modules of this process that are not the model's.
+
+        A model may be a part of another, which ties a weight of its own to the part's: no
+        module knows what holds it, but the garbage collector does.
+        """
+        own = {id(tensor.module._parameters) for tensor in self.all_tensors}
+        holders = [
+            one for one in gc.get_referrers(*parameters) if isinstance(one, dict)
+        ]
+        others = {id(one) for one in holders} - own
+        if not others:
+            return []
+
+        ids = set(map(id, parameters))
+        objects = gc.get_objects()
+        modules = [one for one in objects if issubclass(type(one), nn.Module)]
+        found = []
+        for module in modules:
+            held = vars(module).get("_parameters", {})
+            if id(held) in others:
+                found += [
+                    (module, name) for name, one in held.items() if id(one) in ids
+                ]
+
+        return found
 
     def record(self, tensor: NamedTensor) -> ParameterRecord:
         """The record of a parameter: the one that there is, or a new one.

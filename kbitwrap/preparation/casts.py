@@ -20,11 +20,16 @@ from ..edits.flags import prepared_tensors
 from ..edits.stand_ins import UpcastAtUse, can_stand_in
 from ..edits.storage import Store
 from ..errors import ConfigError, UnsupportedModelError
-from ..model.quantization import Quantization, is_quantized_parameter, is_rewritten
-from ..model.records import TensorRef, key_of
+from ..model.quantization import (
+    Quantization,
+    is_quantized_layer,
+    is_quantized_parameter,
+    is_rewritten,
+)
+from ..model.records import Place, TensorRef, key_of
 from ..model.roles import Role, parameter_roles
 from ..model.tree import ModelTree, NamedTensor
-from ..tensors.bits import is_composed
+from ..tensors.bits import digest_bytes, is_composed
 from ..tensors.dtypes import HALF_DTYPES
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
@@ -137,7 +142,7 @@ class Casts:
             weights = [
                 TensorRef(weakref.ref(module), name)
                 for tensor in by_role[role]
-                for module, name in self.tree.places(tensor)
+                for module, name in self._places(tensor)
             ]
             edit = UpcastAtUse(
                 "upcast",
@@ -148,6 +153,22 @@ class Casts:
             )
             edits.append(edit)
         return edits
+
+    def _places(self, tensor: NamedTensor) -> list[Place]:
+        """Every place of a weight, also in modules that the model is a part of."""
+        outside = [
+            (module, name)
+            for module, name in self._outside
+            if module._parameters[name] is tensor.parameter
+        ]
+        return [*self.tree.places(tensor), *outside]
+
+    @functools.cached_property
+    def _outside(self) -> list[Place]:
+        """The places outside of the model of what could be upcast at use."""
+        parameters = [tensor.parameter for tensor in self.castable]
+        matrices = [one for one in parameters if one.dim() >= 2 and not one.is_meta]
+        return self.tree.places_outside(matrices) if matrices else []
 
     @functools.cached_property
     def _upcast(self) -> _Tensors:
@@ -168,7 +189,8 @@ class Casts:
         """
         parameter = tensor.parameter
         is_layers = isinstance(tensor.module, (nn.Linear, nn.Embedding))
-        is_weight = is_layers and tensor.name == "weight"
+        is_plain = is_layers and not is_quantized_layer(tensor.module)
+        is_weight = is_plain and tensor.name == "weight"
         is_expert = self.role(tensor) is Role.EXPERT and parameter.dim() >= 2
         if not (is_weight or is_expert):
             return "not the weight of an embedding or of a linear layer"
@@ -176,7 +198,7 @@ class Casts:
             return "FSDP takes what stands in front of a weight for the weight"
         if parameter.requires_grad and not self.config.freeze:
             return "trained"
-        if not all(can_stand_in(*place) for place in self.tree.places(tensor)):
+        if not all(can_stand_in(*place) for place in self._places(tensor)):
             return (
                 "its module does not compute with the parameter itself, or writes to it"
             )
@@ -227,12 +249,16 @@ class Casts:
             # They may overlap.
             together = sum(parameter.nbytes for parameter in parameters)
             freed_bytes = min(together, parameters[0].untyped_storage().nbytes())
+        # The digest of an original is made before its cast, where no original is held.
+        is_held = record.is_rewritten or record.is_viewed or keep
+        digests = [0 if is_held else digest_bytes(one) for one in parameters]
         is_compute = self.config.precision is Precision.COMPUTE
         return dataclasses.replace(
             record,
             action="store",
             added_bytes=cast_bytes - freed_bytes,
             transient_bytes=cast_bytes,
+            digest_bytes=max(digests),
             reason=self._stored_because(group[0]) if is_compute else "",
             dtype=torch.float32,
             keep=keep,
@@ -265,6 +291,6 @@ def peak_bytes(edits: Sequence[EditBase]) -> int:
     for edit in edits:
         # What else is kept is a copy on the host.
         held = edit.held_bytes
-        peak = max(peak, live + edit.transient_bytes + held)
+        peak = max(peak, live + edit.transient_bytes + held, live + edit.digest_bytes)
         live += edit.added_bytes + held
     return max(peak, live)

@@ -79,6 +79,8 @@ def check_sharding(
 _OF_FSDP1 = ("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")
 # what torch's convolutions say of an input in another dtype than their weight's
 _OF_CONVOLUTIONS = "Input type ("
+# what it says of an average of values in two dtypes
+_OF_AVERAGES = "expected dtype "
 
 
 def notes_on(
@@ -113,6 +115,12 @@ def notes_on(
             "the model computes in the dtype that it was loaded in, as it does "
             "unprepared: give it its float inputs (input_features, pixel_values) in "
             f"model.dtype, or run it under autocast{others}"
+        ]
+    if is_suspended and precision.upcasts_all and message.startswith(_OF_AVERAGES):
+        return [
+            "trained values are rounded while the model is suspended, and the optimizer "
+            "averages them in float32: call optimizer.eval() before the suspension, and "
+            "optimizer.train() after it"
         ]
     return []
 

@@ -301,7 +301,7 @@ def write_plan(planner: Planner) -> Plan:
         edits=edits,
         by_role=planner.by_role(),
         added_bytes=sum(edit.added_bytes for edit in planner.memory_edits),
-        peak_bytes=peak_bytes(planner.memory_edits),
+        peak_bytes=max(peak_bytes(planner.memory_edits), planner.audit_bytes()),
         # of the half originals that PEFT's way frees, and an allocator keeps
         cache_bytes=sum(tensor.parameter.nbytes for tensor in planner.castable),
         record_bytes=planner.record_bytes(),

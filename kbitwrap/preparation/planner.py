@@ -41,7 +41,7 @@ from ..model.records import key_of
 from ..model.roles import Role, heads, is_norm
 from ..model.tree import ModelTree, Node
 from ..model.wrappers import is_sharded_tensor
-from ..tensors.bits import is_composed
+from ..tensors.bits import digest_bytes, is_composed, is_dense
 from ..tensors.dtypes import HALF_DTYPES, parse_dtype
 from . import advice
 from .casts import Casts
@@ -186,6 +186,14 @@ class Planner(Casts):
         tensors = self.tree.base_tensors
         base = {id(tensor.parameter): tensor.parameter for tensor in tensors}
         return sum(sample_bytes(parameter) for parameter in base.values())
+
+    def audit_bytes(self) -> int:
+        """The most bytes that a digest holds of those that ``audit`` makes at first."""
+        if not self.config.audit:
+            return 0
+        parameters = [tensor.parameter for tensor in self.tree.base_tensors]
+        plain = [p for p in parameters if not is_quantized_parameter(p) and is_dense(p)]
+        return max(map(digest_bytes, plain), default=0)
 
     def compute_norms(self) -> list[ComputeInFloat32]:
         """The norms that the precision computes in float32, as at most one edit.

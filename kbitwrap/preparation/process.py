@@ -116,11 +116,15 @@ def _refuse_whole(tree: ModelTree) -> None:
 
 
 def empty_cache() -> None:
-    """Return the blocks that the accelerator's caching allocator holds free."""
+    """Return freed blocks to CUDA, as PEFT does, and to an accelerator of another type."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
     device_type = accelerator_type()
-    empty = None if device_type is None else function_of(device_type, "empty_cache")
-    if empty is not None:
-        empty()
+    if device_type not in (None, "cuda"):
+        empty = function_of(device_type, "empty_cache")
+        if empty is not None:
+            empty()
 
 
 class MixedPrecision(NamedTuple):

@@ -281,6 +281,13 @@ def _is_readable(part: torch.Tensor) -> bool:
     return not (part.is_meta or part.is_nested or part.is_quantized)
 
 
+def digest_bytes(tensor: torch.Tensor) -> int:
+    """The most bytes that a digest of a plain tensor holds beside it."""
+    factors, piece = min(tensor.nbytes, 8 * _BLOCK), min(tensor.nbytes, _PIECE)
+    copied = 0 if tensor.is_contiguous() else tensor.nbytes
+    return copied + factors + 2 * piece
+
+
 def content_digest(tensor: torch.Tensor) -> int:
     """Digest a dense tensor's bytes, on its device, to an integer below 2**64.
 
@@ -382,16 +389,15 @@ def _block_sums(data: torch.Tensor, num_bytes: int) -> torch.Tensor:
     num_whole = num_bytes - num_bytes % (8 * _BLOCK)
     bounds = [*range(0, num_whole, _PIECE), num_whole, num_bytes]
     sums = []
-    mixed = shifted = factors
+    # To take new memory for each piece can cost more than the arithmetic.
+    buffers = factors.new_empty(2, min(num_bytes, _PIECE) // 8)
     for start, end in itertools.pairwise(bounds):
         if start == end:
             continue
         piece = data[start:end]
         words = (piece if is_aligned else piece.clone()).view(torch.int64)
         blocks = words.view(-1, min(len(words), _BLOCK))
-        if mixed.shape != blocks.shape:
-            # To take new memory for each piece can cost more than the arithmetic.
-            mixed, shifted = torch.empty_like(blocks), torch.empty_like(blocks)
+        mixed, shifted = (one[: len(words)].view_as(blocks) for one in buffers)
         torch.bitwise_xor(blocks, factors[: blocks.shape[1]], out=mixed)
         mixed ^= torch.bitwise_right_shift(mixed, 32, out=shifted)
         mixed *= _MURMUR

@@ -73,7 +73,7 @@ class ShardedStandInError(UnsupportedModelError, AttributeError):
 class Address:
     """The address of an upcast tensor's half memory.
 
-    It can be compared, to tell ties, but not read from.
+    It can be compared, to tell ties, and asked for its alignment, but not read from.
     """
 
     def __init__(self, value: int) -> None:
@@ -92,11 +92,17 @@ class Address:
             "that reads memory a copy, weight.clone(), or prepare with precision 'full'"
         )
 
-    __int__ = __index__ = __add__ = __mod__ = _refuse
+    __int__ = __index__ = __add__ = _refuse
+
+    def __mod__(self, alignment: int) -> int:
+        """0: each operation gets new memory, which is aligned to 64 bytes."""
+        if 64 % alignment:
+            self._refuse()
+        return 0
 
 
 class UpcastTensor(torch.Tensor):
-    """A float32 view of half storage, on the device where it was made.
+    """A float32 view of half storage.
 
     A module's whole weight passes for a parameter.
 
@@ -266,6 +272,28 @@ class UpcastTensor(torch.Tensor):
         with torch.no_grad():
             return Address(self.half_storage.data_ptr())
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The half memory, which is all that is held.
+
+        A tracer takes tensors that share memory for views of each other.
+        """
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()
+        with torch.no_grad():
+            return self.half_storage.untyped_storage()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes of the half memory."""
+        with torch.no_grad():
+            return self.half_storage.nbytes
+
+    def follow_device(self) -> None:
+        """Put another stand-in in front of a weight that was moved to another device."""
+        moved = self.parameter
+        if moved.device != self.device:
+            self.data = moved.data
+
     @property
     def data(self) -> torch.Tensor:
         """A detached view.
@@ -314,7 +342,8 @@ class UpcastTensor(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run one operation; see the module."""

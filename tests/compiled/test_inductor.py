@@ -1,4 +1,4 @@
-"""A step compiled by inductor in every precision: as many graphs as the unprepared model has, and none anew.
+"""A compiled step: as many graphs as the unprepared model has, none anew, and none of another model.
 
     pytest tests/compiled
 
@@ -51,3 +51,18 @@ def test_a_compiled_step_has_one_graph_also_after_a_suspension(precision: Precis
         assert backend.frame_count == 1
         peft_model.unload()
     assert not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
+@pytest.mark.parametrize("name", few(zoo.CORE, ["gemma2", "mixtral"]))
+def test_compute_has_the_numbers_of_full_after_a_model_of_the_class_was_compiled_in_half(name: str) -> None:
+    def losses(precision: str) -> list[torch.Tensor]:
+        model = zoo.load(name)
+        model.config.use_cache = False
+        with KbitPreparedModel(model, precision=precision, gradient_checkpointing=False):
+            model.enable_input_require_grads()  # as Trainer does, and the compiler breaks its graph there
+            compiled = torch.compile(model, backend="aot_eager")
+            return [zoo.loss(name, compiled, zoo.inputs(name, model, seed=seed)).detach() for seed in (0, 1)]
+
+    losses("none")
+    assert torch.equal(torch.stack(losses("compute")), torch.stack(losses("full")))

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kbitwrap import KbitPreparedModel, build_plan
@@ -155,6 +156,47 @@ def test_a_compiled_model_takes_that_dtype_too(backend: str) -> None:
         found, expected = torch.compile(model, backend=backend, fullgraph=True)(ids), model(ids)
         assert found.dtype == expected.dtype == torch.float32
         assert torch.equal(found, expected)
+
+
+class OfSeveralFrames(nn.Module):
+    """A model whose weights are read in all ways, each in a frame of its own that the compiler may use again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.up = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.embed.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+
+    def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        rows = self.embed(ids)
+        torch._dynamo.graph_break()
+        raised = self.up(rows.to(self.up.weight.dtype))
+        torch._dynamo.graph_break()
+        cast = torch.ones(4, dtype=next(self.parameters()).dtype)
+        torch._dynamo.graph_break()
+        return [rows, raised, cast, F.linear(raised, self.head.weight), self.head.weight[2:4]]
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_another_model_of_the_class_was_compiled_to_is_not_used(backend: str) -> None:
+    torch._dynamo.reset()
+    ids = torch.arange(8)
+    half = OfSeveralFrames().bfloat16().requires_grad_(False)
+    run = torch.compile(half, backend=backend)
+    assert {one.dtype for one in run(ids)} == {torch.bfloat16}
+    model = OfSeveralFrames().bfloat16()
+    for compiled in (torch.compile(model, backend=backend), torch.compile(half, backend=backend)):
+        with KbitPreparedModel(compiled._orig_mod, precision="compute", gradient_checkpointing=False) as prepared:
+            for found, expected in zip(compiled(ids), compiled._orig_mod(ids), strict=True):
+                assert found.dtype == torch.float32
+                assert torch.equal(found, expected)
+            with prepared.suspended():
+                assert {one.dtype for one in compiled(ids)} == {torch.bfloat16}
+            assert {one.dtype for one in compiled(ids)} == {torch.float32}
+    assert {one.dtype for one in run(ids)} == {torch.bfloat16}
 
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")

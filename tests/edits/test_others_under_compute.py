@@ -36,7 +36,8 @@ class TestRegisteredAnew:
         assert model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
         assert isinstance(model.lm_head.weight, UpcastTensor)
         assert torch.equal(model(**batch).loss, loss)
-        assert during.diff(Snapshot(model), ignore=(": attributes", ": __deepcopy__", ": __getstate__")) == []
+        ours = (": attributes", ": __deepcopy__", ": __getstate__", ": _apply")
+        assert during.diff(Snapshot(model), ignore=ours) == []
         assert not prepared.verify()
         with prepared.suspended():
             model.tie_weights()
@@ -63,7 +64,7 @@ class TestRegisteredAnew:
         prepared.restore()
         for module in (model.lm_head, head):
             assert module.weight is original
-            assert not {"weight", "__deepcopy__", "__getstate__"} & vars(module).keys()
+            assert not {"weight", "__deepcopy__", "__getstate__", "_apply"} & vars(module).keys()
         assert original.dtype == torch.bfloat16
 
     def test_assigning_it_to_its_own_place(self) -> None:
@@ -138,7 +139,7 @@ class TestRegisteredAnew:
                 losses.append(model(**batch).loss)
                 parametrize.remove_parametrizations(model.lm_head, "weight", leave_parametrized=leave_parametrized)
                 losses.append(model(**batch).loss)
-            assert not {"weight", "__deepcopy__", "__getstate__"} & vars(model.lm_head).keys()
+            assert not {"weight", "__deepcopy__", "__getstate__", "_apply"} & vars(model.lm_head).keys()
             weights.append(model.lm_head.weight)
         assert all(torch.equal(a, b) for a, b in zip(losses[:3], losses[3:], strict=True))
         assert weights[1].dtype == torch.bfloat16
@@ -157,18 +158,34 @@ class TestRegisteredAnew:
     def test_parameter_hooks_are_removed_with_the_last_preparation(self) -> None:
         gc.collect()  # what other tests left prepared
         hooks = torch_module._global_parameter_registration_hooks
-        assert not hooks
         model = zoo.load("mixtral")
+        KbitPreparedModel(model, precision="compute").prepare().restore()
+        assert not hooks
         with KbitPreparedModel(model, precision="compute") as prepared:
             assert hooks
             with prepared.suspended():
                 assert not hooks
             assert hooks
         assert not hooks
-        KbitPreparedModel(model, precision="compute").prepare()
+
+    def test_a_model_that_is_dropped_takes_no_hook_away_while_another_is_made(self) -> None:
+        """Torch steps through its hooks, and a garbage collection may come in any of them."""
+        hooks = torch_module._global_parameter_registration_hooks
+
+        def collect(*_: object) -> None:
+            gc.collect()
+
+        model = zoo.load("mixtral")
+        collecting = torch_module.register_module_parameter_registration_hook(collect)
+        try:
+            KbitPreparedModel(model, precision="compute").prepare()
+            del model
+            nn.Linear(2, 2)
+        finally:
+            collecting.remove()
         assert hooks
-        del model, prepared
-        gc.collect()
+        with KbitPreparedModel(zoo.load("llama"), precision="compute"):
+            pass
         assert not hooks
 
 
@@ -230,6 +247,26 @@ def test_a_head_that_was_cast_is_cast_back(how: Callable[[nn.Module], nn.Module]
         how(model.lm_head)
         assert torch.equal(model(**zoo.inputs("llama", model)).loss, loss)
     assert before.diff(Snapshot(model), moved=True) == []
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "opt", "tied outside"])
+def test_a_part_whose_weight_is_tied_to_a_module_outside_computes_as_under_full(name: str) -> None:
+    losses = []
+    for precision in ("full", "compute"):
+        model = zoo.load("llama" if name == "tied outside" else name)
+        if name == "tied outside":
+            model.lm_head.weight = model.model.embed_tokens.weight
+        before = Snapshot(model)
+        with KbitPreparedModel(model.model, precision=precision, gradient_checkpointing=False) as prepared:
+            batch = zoo.inputs("llama" if name == "tied outside" else name, model)
+            losses.append(model(**batch).loss)
+            with prepared.suspended():
+                assert before.diff(Snapshot(model), moved=True) == []
+            losses.append(model(**batch).loss)
+        assert before.diff(Snapshot(model), moved=True) == []
+        stored = [fqn for edit in prepared.plan.edits if edit.action == "store" for fqn in edit.fqns]
+        assert any("embed_tokens" in fqn for fqn in stored) == (precision == "full")
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
 @pytest.mark.filterwarnings("ignore:.*multivariate normal distribution")

@@ -275,7 +275,7 @@ class TestAsAnAttribute:
         assert twin.weight.dtype == torch.float32
         assert isinstance(twin.weight, nn.Parameter)
         assert torch.equal(twin.weight, linear.weight.float())
-        assert not {"weight", "__deepcopy__", "__getstate__"} & vars(twin).keys()
+        assert not {"weight", "__deepcopy__", "__getstate__", "_apply"} & vars(twin).keys()
         twin.requires_grad_(True)
         twin(torch.randn(2, 8)).sum().backward()
         assert twin.weight.grad is not None
@@ -334,7 +334,8 @@ class TestAsAnAttribute:
         assert torch.equal(torch.from_dlpack(linear.weight), full)
         assert f"{linear.weight[1, 2]:.4f}" == f"{full[1, 2]:.4f}"
         address = linear.weight.data_ptr()
-        for read in (int, operator.index, lambda address: address % 16, lambda address: address + 4):
+        assert address % 16 == 0  # as transformers asks before it multiplies experts
+        for read in (int, operator.index, lambda address: address % 100, lambda address: address + 4):
             with pytest.raises(RuntimeError, match=r"has no memory of its own .* weight\.clone\(\)"):
                 read(address)
         with pytest.raises(TypeError):
@@ -346,6 +347,22 @@ class TestAsAnAttribute:
         assert linear.weight.data_ptr() == linear.weight.data_ptr() == linear._parameters["weight"].data_ptr()
         assert linear.weight.data_ptr() not in (other.weight.data_ptr(), linear.weight.clone().data_ptr())
         assert len({linear.weight.data_ptr(), linear._parameters["weight"].data_ptr()}) == 1
+
+    def test_its_storage_is_that_of_the_half_weight(self) -> None:
+        linear = self.linear()
+        weight, half = linear.weight, linear._parameters["weight"]
+        assert weight.untyped_storage().data_ptr() == half.untyped_storage().data_ptr()
+        assert weight.untyped_storage().nbytes() == weight.nbytes == half.nbytes == 4 * 8 * 2
+
+    def test_it_names_the_device_that_its_module_is_moved_to(self) -> None:
+        linear = self.linear()
+        model = nn.Sequential(linear, nn.LayerNorm(4))
+        model.to("meta")
+        assert linear.weight.device.type == linear._parameters["weight"].device.type == "meta"
+        assert linear(torch.ones(1, 8, device="meta")).dtype == torch.float32
+        model.to_empty(device="cpu")
+        assert linear.weight.device.type == "cpu"
+        assert linear(torch.ones(1, 8)).dtype == torch.float32
 
     @pytest.mark.parametrize(
         "train",

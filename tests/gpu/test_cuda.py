@@ -113,6 +113,21 @@ def test_allocated_bytes_are_those_planned(precision: Precision) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.parametrize("audit", [False, True])
+@pytest.mark.parametrize("size", [4096, 300_000, 700_000, 3_000_000])
+@pytest.mark.parametrize("precision", list(Precision), ids=str)
+def test_the_peak_of_a_small_model_has_its_digests(precision: Precision, size: int, audit: bool) -> None:
+    model = nn.ModuleList(nn.LayerNorm(size) for _ in range(2)).to(device="cuda", dtype=torch.bfloat16)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prepared = KbitPreparedModel(model, precision=precision, audit=audit).prepare()
+    peak = torch.cuda.max_memory_allocated() - before
+    # Samples are there twice while they are put together, and small results are rounded up.
+    assert peak <= prepared.plan.peak_bytes + 2 * prepared.plan.sample_bytes + 16 * ALLOCATION
+    prepared.restore()
+
+
 def grown(prepare: Callable[[nn.Module], object]) -> dict[str, int]:
     """What the allocator holds after preparing, and held at the peak, above the start."""
     model = embeddings()

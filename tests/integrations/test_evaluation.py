@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kbitwrap import KbitPreparedModel, LifecycleState, StateError
 from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
 from support import zoo
 from support.snapshot import Snapshot
-from support.thorough import few
+from support.thorough import each_once, few
 from support.trainers import (
     EVERY_STEP,
     NAME,
@@ -99,6 +100,75 @@ def test_training_after_a_suspended_evaluation_is_that_without(
     assert len(trainer.states) == 2 * (NUM_STEPS + 1)
     assert outcome(trainer) == outcome(without)
     assert prepared.state is LifecycleState.PREPARED
+
+
+class Averaging(torch.optim.SGD):
+    """Trains values, and has their average evaluated, as schedule-free optimizers do."""
+
+    is_evaluated = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert not self.is_evaluated
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+            average.lerp_(parameter, 0.5)
+
+    def eval(self) -> None:
+        self._swap(is_evaluated=True)
+
+    def train(self) -> None:
+        self._swap(is_evaluated=False)
+
+    @torch.no_grad()
+    def _swap(self, is_evaluated: bool) -> None:
+        for parameter in self.param_groups[0]["params"] if is_evaluated != self.is_evaluated else ():
+            average = self.state[parameter].get("average", parameter.clone())
+            trained = parameter.clone()
+            parameter.lerp_(average, 1)
+            self.state[parameter]["average"] = average.copy_(trained)
+        self.is_evaluated = is_evaluated
+
+
+@pytest.mark.parametrize(("precision", "by_callback"), each_once(["full", "compute"], [False, True]))
+def test_what_an_optimizer_writes_for_an_evaluation_is_written_before_it_is_rounded(
+    tmp_path: Path, precision: str, by_callback: bool
+) -> None:
+    def run(**settings: Any) -> RecordingTrainer:
+        prepared = prepare(precision)
+        model = adapt(prepared.model, modules_to_save=True)
+        callback = KbitTrainerCallback(prepared, suspend_evaluation=by_callback and bool(settings))
+        cls = RecordingTrainer if by_callback else EvaluatingTrainer
+        trainer = trainer_for(model, tmp_path, callbacks=[callback], cls=cls, **settings)
+        trainer.wrapper = prepared  # type: ignore[attr-defined]
+        trainer.optimizer = Averaging([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        trainer.train()
+        trainer.optimizer.train()
+        return trainer
+
+    rows = dataset(load_base())
+    evaluated = run(eval_strategy="steps", eval_steps=1, eval_on_start=True, eval_dataset=rows)
+    assert outcome(evaluated) == outcome(run())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_in_ones_own_loop_it_is_written_before_the_suspension_and_an_error_says_so() -> None:
+    prepared = prepare("full")
+    model = adapt(prepared.model, modules_to_save=True)
+    optimizer = Averaging([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model(**zoo.inputs("llama", model)).loss.backward()
+    optimizer.step()
+    before = trained_weights(model)
+    optimizer.eval()
+    assert trained_weights(model) != before
+    with prepared.suspended():
+        assert model(**zoo.inputs("llama", model)).loss.isfinite()
+    optimizer.train()
+    assert trained_weights(model) == before
+    with pytest.raises(RuntimeError, match="expected dtype") as caught, prepared.suspended():
+        optimizer.eval()
+    assert "call optimizer.eval() before the suspension" in caught.value.__notes__[0]
 
 
 def test_evaluation_is_that_of_the_restored_model(tmp_path: Path) -> None:

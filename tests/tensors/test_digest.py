@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch.testing._internal.two_tensor import TwoTensor
 
 from kbitwrap.tensors import bits as digest
-from kbitwrap.tensors.bits import content_digest
+from kbitwrap.tensors.bits import content_digest, digest_bytes
 from support.memory import peak_bytes
 
 MASK = (1 << 64) - 1
@@ -219,8 +219,11 @@ def test_the_digest_depends_on_the_length() -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_the_digest_needs_little_memory_beside_the_tensor() -> None:
-    tensor = torch.zeros(32 << 20, dtype=torch.uint8)
-    # Two pieces, the factors of a block, and the sums.
-    assert 8 << 20 <= peak_bytes(lambda: content_digest(tensor)) < 10 << 20
-    assert 32 << 20 <= peak_bytes(lambda: content_digest(tensor.view(1 << 12, -1).t())) < 42 << 20
+@pytest.mark.parametrize("num_bytes", [8 << 10, 600_000, 1 << 20, 7 << 20, 32 << 20])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_digest_needs_little_memory_beside_the_tensor(num_bytes: int, is_transposed: bool) -> None:
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8).view(1 << 5, -1)
+    tensor = tensor.t() if is_transposed else tensor
+    # Two pieces, and the factors of a block; beside these the sums, of 8 bytes a block.
+    assert digest_bytes(tensor) <= peak_bytes(lambda: content_digest(tensor)) <= digest_bytes(tensor) + (16 << 10)
+    assert digest_bytes(tensor) <= num_bytes * is_transposed + (9 << 20)

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 import runs
 from kbitwrap import (
+    ConfigError,
     KbitPreparedModel,
     LifecycleState,
     Manifest,
@@ -93,6 +94,24 @@ def test_one_argument_trains_adapters_in_float32_as_a_cast_by_hand_does(kind: st
     # The head that a reward's trainer trains is a copy of the base's, and no adapter.
     others = {p.dtype for n, p in trainer.model.named_parameters() if p.requires_grad and n not in adapters}
     assert others == ({torch.bfloat16} if kind == "reward" else set())
+
+
+def test_a_reference_that_the_constructor_computed_unprepared_is_refused(tmp_path: Path) -> None:
+    settings = {"precompute_ref_log_probs": True, "bf16": False}
+    trainer = trainer_for("dpo", "model", tmp_path, **settings)
+    refused = pytest.raises(ConfigError, match=r"^precompute_ref_log_probs: .* KbitPreparedModel\(model\)\.prepare\(\)")
+    with refused, prepared_trainer(trainer, precision="full"):
+        raise AssertionError
+    assert prepared_of(trainer.model) is None
+    losses = []
+    for given in (settings, {"bf16": False}):
+        prepared = KbitPreparedModel(runs.load("dpo"), precision="full", gradient_checkpointing=False).prepare()
+        first = trainer_for("dpo", "model", tmp_path, model=prepared.model, **given)
+        first.train()
+        losses.append(first.losses)
+        prepared.restore()
+    # The constructor computes batches of another size.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_prepared_first_the_callback_gives_what_the_trainer_makes_its_dtype(tmp_path: Path) -> None:
