@@ -191,6 +191,10 @@ class Preparation:
             if isinstance(error, EditError) or not isinstance(error, Exception):
                 raise
             failed = f"could not {doing}: {error}; {outcome}"
+            # From Python 3.12 on, the frame of this generator leads back to the error,
+            # which would hold the model until a garbage collection.
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next
             raise EditError(failed, edit=None) from error
 
     def release(self) -> None:
