@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kbitwrap import KbitPreparedModel, StateError, UnsupportedModelError
 from support import forks, zoo
+from support.engines import load_for_fsdp2
 from support.snapshot import Snapshot
 from support.training import adapt
 
@@ -85,7 +86,7 @@ def refuses_what_is_sharded(rank: int, model: torch.nn.Module) -> None:
 
 def train_and_shard(rank: int, join: forks.Join) -> None:
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    models = [zoo.load("llama") for _ in range(3)]
+    models = [zoo.load("llama"), load_for_fsdp2("llama"), zoo.load("llama")]
     with join():
         trains_equally(rank, models[0])
         refuses_what_is_sharded(rank, models[1])

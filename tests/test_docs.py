@@ -27,6 +27,7 @@ from peft import get_peft_model
 from kbitwrap import KbitPreparedModel, StepPredictor
 from kbitwrap.cli import main
 from support import forks, pages, zoo
+from support.engines import load_for_fsdp2
 from support.files import make_tokenizer
 from support.trainers import dataset, prompt
 
@@ -213,7 +214,7 @@ def stories() -> dict[str, str]:
 def shard_and_export(rank: int, join: forks.Join, program: str, folder: str) -> None:
     """Run a program in one of two processes that train together."""
     os.chdir(folder)
-    model = zoo.load("llama")
+    model = load_for_fsdp2("llama")
     loaded: dict[str, torch.Tensor] = {}
     engine = SimpleNamespace(load_weight=loaded.__setitem__)
     lora_config = zoo.lora_config("llama", task_type="CAUSAL_LM")

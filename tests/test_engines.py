@@ -31,7 +31,7 @@ from kbitwrap import (
 )
 from kbitwrap.integrations import KbitTrainerCallback
 from support import forks, settings, zoo
-from support.engines import ENGINES, copy_adapters, flags, fsdp1, whole
+from support.engines import ENGINES, FSDP2_STORAGE, copy_adapters, flags, fsdp1, whole
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
 from support.thorough import few
@@ -43,7 +43,7 @@ STORES_NOTHING = ("norms", "adapted", "none")
 
 def load(engine: str) -> transformers.PreTrainedModel:
     """A model that the engine can shard: FSDP1 lays out flat what has one dtype, which is no integer."""
-    storage = torch.bfloat16 if engine == "fsdp1" else torch.uint8
+    storage = torch.bfloat16 if engine == "fsdp1" else FSDP2_STORAGE
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -353,7 +353,7 @@ def trains(engine: str, model: nn.Module, precision: str) -> bool:
     try:
         prepared = KbitPreparedModel(model, precision=precision).prepare(engine=engine)
         step("llama", ENGINES[engine](adapt(model)))
-    except (UnsupportedModelError, ValueError):
+    except (UnsupportedModelError, ValueError, RuntimeError):
         return False
     assert prepared.state == "prepared"
     return True
@@ -363,6 +363,7 @@ def come_true(rank: int, join: forks.Join) -> None:
     cases = [
         (engine, precision, load(engine)) for engine in ENGINES for precision in ("full", "compute", "norms", "none")
     ]
+    cases.append(("fsdp2", "norms", zoo.load("llama")))  # packed in integers
     with_float32 = peft.get_peft_model(load("fsdp1"), zoo.lora_config("llama"))
     with join():
         for engine, precision, model in cases:

@@ -166,6 +166,7 @@ def _outcome(
             exports = not failures
             notes.append("needs use_orig_params=True")
         elif engine == "fsdp2":
+            failures += _integers(tree)
             if precision is Precision.COMPUTE and plan.casts:
                 notes.append(
                     "prepare(engine='fsdp2') stores in float32 what is upcast at use "
@@ -196,6 +197,19 @@ def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
                 f"{tensor.path} packs 4-bit values in {dtype_name(dtype)}, which would "
                 f"be cast to {name} as if they were numbers: load with "
                 f"bnb_4bit_quant_storage={name}"
+            ]
+    return []
+
+
+def _integers(tree: ModelTree) -> list[str]:
+    """Why FSDP2 refuses 4-bit weights that are packed in integers."""
+    if torch.__version__ >= "2.12":  # compared as versions are
+        return []
+    for tensor in tree.tensors:
+        if tensor.parameter.dtype == torch.uint8:
+            return [
+                f"FSDP2 lays out no integers before torch 2.12, and {tensor.path} is "
+                "uint8: load with bnb_4bit_quant_storage set to the dtype of the model"
             ]
     return []
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import kbitwrap.export.adapted as adapted_module
 from kbitwrap import KbitPreparedModel
 from support import forks, zoo
-from support.engines import ENGINES, copy_adapters, fsdp1_of_peft, fsdp2
+from support.engines import ENGINES, copy_adapters, fsdp1_of_peft, fsdp2, load_for_fsdp2
 from support.files import SHARD, read, tensors_of
 from support.layers import LORA, adapted_layers
 from support.losing import TIMEOUT, export_until_killed, lose
@@ -112,7 +112,7 @@ OF_FSDP1 = [
 def load(case: Case) -> transformers.PreTrainedModel:
     """A model that the engine can shard: FSDP1 lays out flat what has one dtype, which is no integer."""
     if case.is_fsdp2 or case.quant is None:
-        return zoo.load(case.architecture, case.quant, case.dtype)
+        return load_for_fsdp2(case.architecture, case.quant, case.dtype)
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

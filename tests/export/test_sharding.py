@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from kbitwrap import ConfigError, ExportError, KbitPreparedModel, UnsupportedModelError
 from support import forks, zoo
+from support.engines import load_for_fsdp2
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
 from support.training import adapt, step
@@ -47,7 +48,7 @@ REFUSED = [Case("llama", "nf4", "full")] * 3 + [Case("llama", "int8", "norms")]
 
 def load(case: Case) -> transformers.PreTrainedModel:
     if case.quant_storage == torch.uint8:
-        model = zoo.load(case.architecture, case.quant)
+        model = load_for_fsdp2(case.architecture, case.quant)
     else:
         config = transformers.BitsAndBytesConfig(
             load_in_4bit=True,

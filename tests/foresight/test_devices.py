@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from kbitwrap.foresight.tracker import held_tensors, optimizer_tensors
 from kbitwrap.model.tree import ModelTree
 from kbitwrap.tensors.bits import parts_of
 from support import forks, zoo
+from support.engines import load_for_fsdp2
 
 LORA = zoo.lora_config("llama")
 MOST_SECONDS = 10.0  # that a thread may need to be run again
@@ -39,13 +41,13 @@ NUM_STEPS = 3  # DDP lays its buckets out anew for the second one
 
 
 def predicted(precision: str = "norms", **options: Any) -> StepMemory:
-    model = zoo.load("llama")
+    model = load_for_fsdp2("llama") if options.get("engine") == "fsdp2" else zoo.load("llama")
     options = {"num_devices": forks.WORLD_SIZE, "kernels": "cpu", **options}
     return predict_step(model, inputs=zoo.inputs("llama", model), precision=precision, lora=LORA, **options)
 
 
-def adapted() -> tuple[Any, zoo.Batch]:
-    model = zoo.load("llama")
+def adapted(load: Callable[[str], Any] = zoo.load) -> tuple[Any, zoo.Batch]:
+    model = load("llama")
     batch = zoo.inputs("llama", model)
     prepared = KbitPreparedModel(model).prepare()
     with_adapters: Any = get_peft_model(model, LORA)
@@ -136,7 +138,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def train_under_fsdp2(rank: int, join: forks.Join, folder: Path) -> None:
-    model, batch = adapted()
+    model, batch = adapted(load_for_fsdp2)
     # the statistics are found by their weights, which shards replace
     held = [tensor for tensor, kind, _ in held_tensors(ModelTree(model)) if kind == "quantization_statistics"]
     with join():

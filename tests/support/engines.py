@@ -7,12 +7,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from support import zoo
+
 Shard = Callable[..., nn.Module]
+SHARDS_INTEGERS = torch.__version__ >= "2.12"
+"""Whether FSDP2 lays out integers, such as those that 4-bit weights are packed in."""
+FSDP2_STORAGE = torch.uint8 if SHARDS_INTEGERS else torch.bfloat16
+
+
+def load_for_fsdp2(
+    name: str, quant: str | None = "nf4", dtype: torch.dtype = torch.bfloat16
+) -> transformers.PreTrainedModel:
+    """A model of the zoo that FSDP2 can shard."""
+    if SHARDS_INTEGERS or quant in (None, "int8"):
+        return zoo.load(name, quant, dtype)
+    config = zoo._quantization_config(zoo.ARCHITECTURES[name], quant, dtype)
+    config.bnb_4bit_quant_storage = dtype
+    return zoo.load(name, dtype=dtype, quantization_config=config)
 
 
 def fsdp2(live: nn.Module, **options: Any) -> nn.Module:
