@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 
 from ..config import QuantKind
 from ..errors import ConfigError, ExportError, ManifestMismatchError
+from ..export.forms import fused_layer
 from ..manifest.manifest import Manifest
 from ..model.pretrained import read_config
+from ..model.tree import join
 from ..model.wrappers import unwrap
 from ..reports import first_of
 from ..tensors.devices import accelerator_type
@@ -324,17 +327,24 @@ def _other_fitting(
 
 
 def _in_training(settings: Any, adapter: Any) -> Any:
-    """A merged checkpoint's quantization config, with the layers that the merge took out of it."""
+    """A merged checkpoint's quantization config, with the layers that the merge took out of it.
+
+    They are those that the adapter touches, and those that engines compute with them.
+    """
     if hasattr(settings, "to_dict"):
         settings = settings.to_dict()
     if not isinstance(settings, dict):
         return settings
 
-    keys = read_adapter(Path(adapter)).tensors
+    touched = set()
+    for key in read_adapter(Path(adapter)).tensors:
+        for module in itertools.accumulate(key.split("."), join):
+            touched.add(f".{fused_layer(module)}")
     kept = []
     for name in settings.get("llm_int8_skip_modules") or ():
         is_layer = "." in name  # and not a name such as lm_head
-        if not is_layer or not any(f".{name}." in key for key in keys):
+        fused = f".{fused_layer(name)}"
+        if not is_layer or not any(module.endswith(fused) for module in touched):
             kept.append(name)
     return {**settings, "llm_int8_skip_modules": kept or None}
 

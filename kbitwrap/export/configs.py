@@ -73,8 +73,10 @@ def _base_fields(live: Any, path: Path | None) -> _Fields | None:
     own: Any = None  # what lies there by now may be anything
     with contextlib.suppress(OSError, ValueError):
         own = json.loads(path.read_text("utf-8"))
-    before, after = _read(live, own), _fields_of(live)
-    if before is None or before.get("model_type") != after.get("model_type"):
+    after = _fields_of(live)
+    own = _of_kind(own, after.get("model_type"))
+    before = _read(live, own)
+    if before is None:
         return None
 
     if not _RENAMED.isdisjoint(_differing(before, after)):
@@ -82,6 +84,16 @@ def _base_fields(live: Any, path: Path | None) -> _Fields | None:
 
     fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)
     return fields if _read(live, fields) == after else None
+
+
+def _of_kind(fields: Any, model_type: Any) -> _Fields | None:
+    """The fields of a config of a kind in a file's: all of them, or a part such as ``text_config``."""
+    if not isinstance(fields, dict):
+        return None
+    for part in (fields, *fields.values()):
+        if isinstance(part, dict) and part.get("model_type") == model_type:
+            return part
+    return None
 
 
 def _fields_of(config: Any) -> _Fields:

@@ -301,6 +301,7 @@ def save_model(
 
         save = _streaming(function, collect)
         save(model, writer.folder, **{**options, "max_shard_size": sys.maxsize})
+        keep_base_configs(model, writer.folder)
         num_elements = sum(tensor.numel() for tensor in others.values())
         total = {"total_parameters": model.num_parameters() + num_elements}
         files = split_into_files(tensors, max_shard_size)

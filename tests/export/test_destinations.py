@@ -208,7 +208,15 @@ def test_merging_again_replaces_its_model_card_unless_somebody_has_written_in_it
     merge()
     card = tmp_path / "out" / "README.md"
     of_another = _CARD.format(
-        name="other", title="t", how="how", added=", a", made="Merged", tool="kbitwrap 9", device="cuda", measured=""
+        base_model="",
+        name="other",
+        title="t",
+        how="how",
+        added=", a",
+        made="Merged",
+        tool="kbitwrap 9",
+        device="cuda",
+        measured="",
     )
     written = card.read_text()
     card.write_text(of_another)
