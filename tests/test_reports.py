@@ -105,7 +105,7 @@ def test_a_manifest_is_one_line_too() -> None:
 
 
 def test_reprs_say_what_matters() -> None:
-    assert repr(plan()) == "Plan('full' on bitsandbytes_4bit: 32.6 KiB added, peak 48.0 KiB, warnings: 1)"
+    assert repr(plan()) == "Plan('full' on bitsandbytes_4bit: 32.6 KiB added, peak 64.0 KiB, warnings: 1)"
     assert repr(RestoreReport()) == "RestoreReport(nothing changed by others)"
     assert repr(RestoreReport(trained=("a",), replaced=("b", "c"))) == "RestoreReport(1 trained, 2 replaced)"
     assert repr(StateDiff()) == "StateDiff(as preparation left it)"
