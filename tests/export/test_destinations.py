@@ -25,7 +25,7 @@ from kbitwrap import ConfigError, ExportError, KbitPreparedModel, convert_checkp
 from kbitwrap.checkpoints.merge import _CARD
 from kbitwrap.cli import main
 from kbitwrap.export import staging as staging_module
-from kbitwrap.export.staging import staged
+from kbitwrap.export.staging import atomic_write, staged
 from kbitwrap.export.writer import checkpoint_writer
 from support import zoo
 from support.files import read
@@ -102,6 +102,29 @@ def test_merging_over_the_adapter_or_the_base_is_refused(tmp_path: Path, capsys:
                 tmp_path / "base", tmp_path / "run", tmp_path / out, quantization_config=False, overwrite=True
             )
     assert before == (read(tmp_path / "base"), read(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("out", ["snapshots/0123", "snapshots/0123/out", "snapshots/4567", "blobs", "blobs/out", "."])
+def test_nothing_is_written_inside_a_cache_of_the_hub(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "models--someone--Tiny"
+    for name in ("blobs", "refs"):
+        (cache / name).mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0123")
+    zoo.load("llama", None).save_pretrained(cache / "snapshots" / "0123")  # files, as where no links can be made
+    (tmp_path / "linked").symlink_to(cache)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    before = read(cache / "snapshots" / "0123")
+    for folder in (cache, tmp_path / "linked"):
+        with pytest.raises(ExportError, match="is the hub's cache"):
+            merge_checkpoint("someone/Tiny", None, folder / out, quantization_config=False, overwrite=True)
+    with pytest.raises(ExportError, match="is the hub's cache"):
+        atomic_write(cache / out / "kbitwrap.json", b"{}", lambda path: True)
+    assert read(cache / "snapshots" / "0123") == before
+    assert sorted(os.listdir(cache)) == ["blobs", "refs", "snapshots"]
+    assert os.listdir(cache / "snapshots") == ["0123"]
+    merge_checkpoint("someone/Tiny", None, tmp_path / "merged", quantization_config=False)
 
 
 @pytest.mark.filterwarnings(UNQUANTIZED)
