@@ -90,11 +90,20 @@ def export_model(
 
         def merge() -> Merged:
             promise_adapters(twin, gathering)
-            return merge_into(twin, form=form)
+            found = merge_into(twin, form=form)
+            if not found.fqns:
+                raise ExportError(
+                    "merge_adapters: expected an active adapter, found none on the "
+                    "model; nothing was written: activate one (set_adapter, or outside "
+                    "disable_adapter()), give the model that holds it (model=), or "
+                    "export without merge_adapters, which writes the base"
+                )
+            return found
 
         if merge_adapters:
             merged = gathering.lead(merge)
-            _warn_of_merge(merged)
+            if merged.note:
+                warnings.warn(merged.note, UserWarning, stacklevel=3)
 
         def write() -> ExportReport:
             writing = checkpoint_writer(
@@ -122,20 +131,6 @@ def export_model(
             )
 
         return gathering.lead(write)
-
-
-def _warn_of_merge(merged: Merged) -> None:
-    if merged.note:
-        warnings.warn(merged.note, UserWarning, stacklevel=4)
-    if merged.fqns:
-        return
-    warnings.warn(
-        "no adapter of the model is active, so none was merged, and the dequantized "
-        "base is written: activate one (set_adapter), or give the model that holds it "
-        "(model=)",
-        UserWarning,
-        stacklevel=4,  # the caller of KbitPreparedModel.export
-    )
 
 
 def _refuse_unsavable(processing_class: Any) -> None:

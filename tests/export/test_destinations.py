@@ -231,7 +231,8 @@ def test_merging_again_replaces_its_model_card_unless_somebody_has_written_in_it
     merge()
     card = tmp_path / "out" / "README.md"
     of_another = _CARD.format(
-        name="other", title="t", how="how", added=", a", made="Merged", tool="kbitwrap 9", device="cuda", measured=""
+        **{"base_model": "", "name": "other", "title": "t", "how": "how", "added": ", a", "made": "Merged"},
+        **{"tool": "kbitwrap 9", "device": "cuda", "measured": ""},
     )
     written = card.read_text()
     card.write_text(of_another)
@@ -286,14 +287,16 @@ def test_an_export_writes_the_tokenizer_that_it_is_given(tmp_path: Path) -> None
     assert not (tmp_path / "none").exists()
 
 
-def test_a_merged_export_without_an_adapter_warns_and_says_that_nothing_was_merged(tmp_path: Path) -> None:
+def test_a_merged_export_without_an_active_adapter_is_refused(tmp_path: Path) -> None:
     with KbitPreparedModel(zoo.load("llama")) as prepared:
-        with pytest.warns(UserWarning, match="no adapter of the model is active.*the dequantized base") as caught:
-            report = prepared.export(tmp_path / "out", merge_adapters=True)
-        assert [warning.filename for warning in caught] == [__file__]
-        assert ", 0 layers merged" in str(report)
-        assert "layers merged" not in str(prepared.export(tmp_path / "base"))
+        refused = pytest.raises(ExportError, match=r"expected an active adapter, found none.*export without merge_adap")
+        with refused:
+            prepared.export(tmp_path / "out", merge_adapters=True)
         adapted = adapt("llama", prepared.model)
+        with refused, adapted.disable_adapter():
+            prepared.export(tmp_path / "out", merge_adapters=True, model=adapted)
+        assert not (tmp_path / "out").exists()
+        assert "layers merged" not in str(prepared.export(tmp_path / "base"))
         assert f", {len(adapted.targeted_module_names)} layers merged" in str(
             prepared.export(tmp_path / "merged", merge_adapters=True)
         )
