@@ -132,7 +132,7 @@ class KbitPreparedModel:
         """Raise for a copy and for a pickle: the way back leads to this very model."""
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled, because it leads back to one model: copy the model, "
-            "copy.deepcopy(prepared.model), and prepare that, or save prepared.manifest()"
+            "copy.deepcopy(prepared.model) inside suspended(), and prepare that, or save prepared.manifest()"
         )
 
     def prepare(self, engine: str | None = None) -> KbitPreparedModel:
