@@ -112,7 +112,7 @@ class KbitPreparedModel:
     def __getattr__(self, name: str) -> Any:
         """Raise; where the model has what was asked for, say that ``.model`` is meant."""
         hint = (
-            f"; it wraps a model, and its .model has {name!r}"
+            f"; it wraps a model, and its .model has {name!r}: give prepared.model in its place"
             if hasattr(vars(self).get("model"), name)
             else ""
         )

@@ -28,7 +28,7 @@ from ..model.tree import ModelTree
 from ..model.wrappers import loaded_class, unwrap
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
-from ..reports import ExportReport
+from ..reports import ExportReport, caller_level
 from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .configs import keep_base_configs
@@ -103,7 +103,7 @@ def export_model(
         if merge_adapters:
             merged = gathering.lead(merge)
             if merged.note:
-                warnings.warn(merged.note, UserWarning, stacklevel=3)
+                warnings.warn(merged.note, UserWarning, stacklevel=caller_level())
 
         def write() -> ExportReport:
             writing = checkpoint_writer(
@@ -339,7 +339,7 @@ def _warn_of_silent_config(model: Any) -> None:
         "layers again, without an error. The page on exports has a program that reads "
         "them",
         UserWarning,
-        stacklevel=7,  # the caller of KbitPreparedModel.export
+        stacklevel=caller_level(),
     )
 
 
@@ -447,7 +447,7 @@ def _materialize(model: nn.Module, reason: str) -> None:
         f"written one at a time: {len(lazy)} of them, {num_bytes:,} bytes, are held in "
         "memory at once",
         UserWarning,
-        stacklevel=7,  # the caller of KbitPreparedModel.export
+        stacklevel=caller_level(),
     )
     computed: dict[int, Any] = {id(tensor): materialize(tensor) for tensor in lazy}
     for module in model.modules():

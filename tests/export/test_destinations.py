@@ -102,6 +102,10 @@ def test_merging_over_the_adapter_or_the_base_is_refused(tmp_path: Path, capsys:
                 tmp_path / "base", tmp_path / "run", tmp_path / out, quantization_config=False, overwrite=True
             )
     assert before == (read(tmp_path / "base"), read(tmp_path / "run"))
+    (tmp_path / "run" / "kbitwrap.json").unlink()
+    options = ["--out", str(tmp_path / "out"), "--as", "quantized", "--quant", "none"]
+    assert main(["merge", str(tmp_path / "base"), str(tmp_path / "run"), *options]) == 2
+    assert "--as: 'quantized' is for layers of bitsandbytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["snapshots/0123", "snapshots/0123/out", "snapshots/4567", "blobs", "blobs/out", "."])
