@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from .errors import ConfigError
+from .errors import ConfigError, UnsupportedModelError
 
 StrPath = str | os.PathLike[str]
 """A path; where a model is asked for, also its name on the hub."""
@@ -257,6 +257,13 @@ class PrepareConfig:
             raise ConfigError(
                 f"{name}: expected {expected}, found {getattr(self, name)!r}"
             )
+
+    @property
+    def _name_or_path(self) -> NoReturn:
+        """Raise: TRL asks the config of a model for it, and was given the wrapper in place of the model."""
+        raise UnsupportedModelError(
+            "expected a model, found the KbitPreparedModel that wraps it: give the trainer prepared.model"
+        )
 
     @property
     def memory_budget_bytes(self) -> int | None:

@@ -23,6 +23,9 @@ from .preparation.process import empty_cache
 from .prepared import KbitPreparedModel
 from .reports import RestoreReport
 
+CALLS: list[Precision] = []
+"""The precisions of all calls of the drop-in in this process."""
+
 
 def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
     """Find the wrapper that holds a model.
@@ -119,6 +122,7 @@ def prepare_model_for_kbit_training(
 
 
 def _prepare(model: nn.Module, config: PrepareConfig, clears_cache: bool) -> None:
+    CALLS.append(config.precision)
     with changing:
         wrapper = KbitPreparedModel.as_peft(model, config)
     if clears_cache and detect_as_peft(model).casts:

@@ -112,7 +112,7 @@ class KbitPreparedModel:
     def __getattr__(self, name: str) -> Any:
         """Raise; where the model has what was asked for, say that ``.model`` is meant."""
         hint = (
-            f"; it wraps a model, and its .model has {name!r}"
+            f"; it wraps a model, and its .model has {name!r}: give prepared.model in its place"
             if hasattr(vars(self).get("model"), name)
             else ""
         )
@@ -132,7 +132,7 @@ class KbitPreparedModel:
         """Raise for a copy and for a pickle: the way back leads to this very model."""
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled, because it leads back to one model: copy the model, "
-            "copy.deepcopy(prepared.model), and prepare that, or save prepared.manifest()"
+            "copy.deepcopy(prepared.model) inside suspended(), and prepare that, or save prepared.manifest()"
         )
 
     def prepare(self, engine: str | None = None) -> KbitPreparedModel:
@@ -420,8 +420,7 @@ class KbitPreparedModel:
         and PEFT: quantized weights are dequantized (4 bits in the dtype of their
         ``quant_state``, 8 bits in float32), the deltas of the active adapters added in
         float32, and each value rounded once to the original half dtype. Trained copies
-        (``modules_to_save``) take the place of the originals. Without active adapters
-        it is the dequantized base, and a warning says so.
+        (``modules_to_save``) take the place of the originals.
 
         Of several processes that train together one calls it. Where FSDP sharded the
         model since, all call it: they gather one parameter at a time, rank 0 writes,
@@ -457,8 +456,8 @@ class KbitPreparedModel:
             ExportError: The exact base is gone, because adapters are merged into it,
                 its tensors were replaced, or a frozen one holds other values; a
                 quantized layer has lost its scales; it cannot be written; ``path`` is,
-                holds or lies in the folder that the model was loaded from; an active
-                adapter cannot be merged exactly; or, as ``"quantized"``, the layers are
+                holds or lies in the folder that the model was loaded from; no adapter is
+                active, or one cannot be merged exactly; or, as ``"quantized"``, the layers are
                 not of bitsandbytes, or over 0.1 % of the weights of one lie beyond the
                 range of their codes. ``fqn`` names the first. Nothing was
                 left at ``path``.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -13,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from .errors import Different
 
+_IN_LIBRARY = re.compile(rf"{__package__}\.(?!cli\.)")
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxtuple = _repr.maxlist = 12
@@ -20,6 +23,14 @@ _COLORS = ("#4a90c4", "#d9772b")  # of a bar's parts; seen on white and on black
 _BAR = '<span style="display:inline-block;height:0.75em;width:{:.3f}em;background:{}"></span>'
 _LONGEST_BAR = 14  # em
 _CELL = '<td style="text-align:left;vertical-align:top;overflow-wrap:anywhere;min-width:6em">{}</td>'
+
+
+def caller_level() -> int:
+    """The ``stacklevel`` at which a warning names the line that called the library: one of the command line counts."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and _IN_LIBRARY.match(frame.f_globals["__name__"]):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def shown(value: Any) -> str:

@@ -18,10 +18,12 @@ from ..errors import ConfigError
 from ..export.adapters import parameter_name
 from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
-from ..reports import first_of, first_sentence, shown
+from ..reports import caller_level, first_of, first_sentence, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
 _RANKS = ("r", "init_r", "num_virtual_tokens")
+_BASE = "base_model_name_or_path"
+_MOST_LAYERS = 256  # so many are copied without a tensor for each
 _MOST_RANKS = 1024  # so many are allocated without a tensor of that size
 # What Unsloth adds to a config: how the columns of LoRA's factors lie for a stack of
 # experts, and the same by parameter.
@@ -89,12 +91,18 @@ def read_adapter(folder: Path) -> SavedAdapter:
     """
     file = adapter_file(folder)
     path = folder / "adapter_config.json"
-    if file is None or not path.is_file():
+    if file is None or not os.path.isfile(path):
         raise ConfigError(
             f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}"
         )
 
     saved = SavedAdapter(folder, read_json(path), read_tensors(file))
+    named = saved.config.get(_BASE)
+    if not isinstance(named, str | None):
+        raise ConfigError(
+            f"{os.fspath(path)!r}: {_BASE}: expected a name or a path, found {shown(named)}"
+        )
+    _refuse_many_layers(saved)
     _refuse_large_ranks(saved)
     _refuse_unknown_keys(saved)
     _layout_of(saved, "")
@@ -119,6 +127,27 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
             raise ConfigError(
                 f"{saved.name} has a rank of {shown(rank)}, and no such tensor"
             )
+
+
+def _refuse_many_layers(saved: SavedAdapter) -> None:
+    """Raise for a replication into layers that have no tensors: each is a copy that takes time."""
+    ranges = saved.config.get("layer_replication")
+    if not ranges:
+        return
+
+    try:
+        num_layers = sum(end - start for start, end in ranges)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the config of {saved.name}: layer_replication: expected pairs of layer numbers, found {shown(ranges)}"
+        ) from error
+
+    most = max(_MOST_LAYERS, len(saved.tensors))
+    if num_layers > most or len(ranges) > most:
+        raise ConfigError(
+            f"the config of {saved.name} replicates layers into {num_layers:,} (layer_replication), and its "
+            f"{len(saved.tensors):,} tensors are of no such model"
+        )
 
 
 def _refuse_unknown_keys(saved: SavedAdapter) -> None:
@@ -155,7 +184,7 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
             f"the config of {saved.name} has keys without a value that PEFT {peft.__version__} does not know: "
             f"{first_of(sorted(unknown))}",
             UserWarning,
-            stacklevel=4,  # the caller of merge_checkpoint
+            stacklevel=caller_level(),
         )
 
 

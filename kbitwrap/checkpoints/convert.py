@@ -84,8 +84,8 @@ def convert_checkpoint(
         The report of what was written.
 
     Raises:
-        ConfigError: There is no checkpoint at ``src`` or ``like``, it is damaged, no
-            dtype is known, or ``max_shard_size`` is invalid.
+        ConfigError: There is no checkpoint at ``src`` or ``like``, it is damaged,
+            ``like`` has a tensor of another shape, no dtype is known, or ``max_shard_size`` is invalid.
         ManifestError: The manifest cannot be read.
         ManifestMismatchError: A tensor is not one of the manifest's, or has another
             shape or dtype. Nothing was written.
@@ -250,12 +250,40 @@ def _casts_by_reference(
     else:
         reference = open_checkpoint(path)
 
+    _refuse_other_shapes(checkpoint, reference)
     chosen = reference.dtype or checkpoint.dtype
     originals = _loaded(checkpoint, chosen) if chosen in HALF_DTYPES else {}
     for name, stored in reference.tensors.items():
         originals[canonical_fqn(name)] = stored
 
     return _casts_to(checkpoint, originals, chosen), chosen
+
+
+def _refuse_other_shapes(
+    checkpoint: SavedCheckpoint, reference: SavedCheckpoint
+) -> None:
+    """Raise where a float32 tensor has another shape than that of its name in a reference.
+
+    A packed 4-bit weight, which may lie in floating-point storage, has no shape to compare.
+    """
+    originals: _Originals = {}
+    for name, stored in reference.tensors.items():
+        if stored.dtype.is_floating_point and f"{name}.absmax" not in reference.tensors:
+            originals[canonical_fqn(name)] = stored
+
+    different: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for name, stored in checkpoint.tensors.items():
+        original = _original(name, originals)
+        is_compared = original is not None and stored.dtype == torch.float32
+        if is_compared and stored.shape != original.shape:
+            different[name] = {"shape": (original.shape, stored.shape)}
+
+    if different:
+        lines = first_of(Differences(different).lines(), 3, "; ")
+        raise ConfigError(
+            f"{reference.path} is not a checkpoint of the model in {checkpoint.path}, for it has other shapes: "
+            f"{lines}; nothing was written: give the model that was prepared, or a dtype"
+        )
 
 
 def _casts_to(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -297,7 +298,9 @@ def read_run(path: Path, given: Given) -> list[Folder]:
     for place in places:
         manifest = saved_manifest(place) or manifest
 
-    folders = [_read_folder(place, given, manifest) for place in places]
+    # not by a method of ``Path``, which raises where a name is too long
+    there = [place for place in places if os.path.exists(place)]
+    folders = [_read_folder(place, given, manifest) for place in there]
     if not any(folder.adapters or folder.base or folder.damaged for folder in folders):
         raise ConfigError(
             f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found no .safetensors or .bin "
@@ -314,7 +317,7 @@ def is_numbered(path: Path) -> bool:
 
 def numbered_folders(path: Path) -> list[Path]:
     """The checkpoints that a ``Trainer`` left in a folder, the newest last."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return []
 
     found = [inside for inside in path.iterdir() if is_numbered(inside)]

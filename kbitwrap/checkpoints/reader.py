@@ -280,7 +280,7 @@ def adapter_file(folder: Path) -> Path | None:
     """
     for suffix in (".safetensors", _PICKLED):
         file = folder / f"{_ADAPTER}{suffix}"
-        if file.is_file():
+        if os.path.isfile(file):
             return file
     return None
 
@@ -296,7 +296,7 @@ def saved_manifest(folder: Path) -> Manifest | None:
     Raise `ManifestError` where it cannot be read.
     """
     path = folder / MANIFEST_NAME
-    return Manifest.load(path) if path.is_file() else None
+    return Manifest.load(path) if os.path.isfile(path) else None
 
 
 def recorded_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ def check_adapter(folder: Path) -> None:
     Raises:
         InputError: There is no folder, or no adapter in it.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"there is no folder {str(folder)!r}: {_EXPECTED}")
     if is_adapter(folder):
         return

@@ -26,6 +26,21 @@ EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 EXIT_BROKEN_PIPE = 141  # as it reports one that SIGPIPE ended
 
 _UNBOUNDED = 1_000_000  # columns
+QUANT_BY_CONFIG = (
+    "By the BitsAndBytesConfig of the training script, --quant is int8 for load_in_8bit=True; for load_in_4bit=True it "
+    "is fp4, or nf4 with bnb_4bit_quant_type='nf4'; with bnb_4bit_use_double_quant=True as well, fp4-double or "
+    "nf4-double. Without such a config it is none"
+)
+_OPTIONS = {
+    "merge_as='quantized'": "--as quantized",
+    "merge_as: ": "--as: ",
+    "max_shard_size: ": "--max-shard-size: ",
+    "(overwrite=True, --overwrite)": "(--overwrite)",
+    "trust_remote_code=True (--trust-remote-code)": "--trust-remote-code",
+    "(manifest)": "(--manifest)",
+    "(quantization_config)": "(--quant)",
+    "(quantization_config; False for none)": f"(--quant; 'none' for none). {QUANT_BY_CONFIG}",
+}
 _LEAST_COLUMNS = 20
 
 
@@ -338,7 +353,21 @@ def first_line(error: BaseException) -> str:
         said = f"{said} {line.strip()}".strip()
         if said and not said.endswith(":"):
             break
-    return said or type(error).__name__
+    return with_options(said) or type(error).__name__
+
+
+def with_options(text: str) -> str:
+    """Put options in place of the arguments that the library's words name.
+
+    Args:
+        text: What the library said.
+
+    Returns:
+        The text for a command line.
+    """
+    for name, option in _OPTIONS.items():
+        text = text.replace(name, option)
+    return text
 
 
 def check_folder(path: Path, *, overwrite: bool) -> None:

@@ -64,12 +64,19 @@ def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
         yield
         return
     from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as error:
+        raise NoModelError(
+            f"there is no model at {name!r}, and the hub has no such names"
+        ) from error
     was_offline = constants.HF_HUB_OFFLINE
     if not was_offline and _answers(constants.ENDPOINT):
         yield
         return
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if not isinstance(cached, str):
         why = f"{constants.ENDPOINT} cannot be reached"
         if was_offline:
             why = f"{_OFFLINE} is set"

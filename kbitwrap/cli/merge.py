@@ -8,9 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from .. import ConfigError, ExportReport
+from .. import ExportReport
 from .adapters import asking_for_base, check_adapter, is_unrecorded, named_base
-from .console import EXIT_DONE, InputError, check_folder, say, warnings_for
+from .console import (
+    EXIT_DONE,
+    InputError,
+    check_folder,
+    say,
+    warnings_for,
+    with_options,
+)
 from .convert import write
 from .hub import models, quantization_in_training
 from .usage import (
@@ -46,12 +53,6 @@ a last bit differently: merge on the type of device that was trained on.
 
 Exit status: 0 written, 1 BASE or --quant is not what the manifest records, 2 bad usage, bad input, or it cannot be
 written; unless it is 0, nothing is left at DST."""
-_OPTIONS = {
-    "merge_as='quantized'": "--as quantized",
-    "(manifest)": "(--manifest)",
-    "(quantization_config)": "(--quant)",
-    "(quantization_config; False for none)": f"(--quant; 'none' for none). {QUANT_BY_CONFIG}",
-}
 
 
 _First = Annotated[
@@ -156,28 +157,25 @@ def command(
         from .loading import choose_device
 
         quantization = quantization_in_training(quant, dtype)
-        try:
-            with warnings_for(__name__) as warned:
-                report = merge_checkpoint(
-                    base,
-                    adapter,
-                    out,
-                    merge_as=as_,
-                    manifest=manifest,
-                    quantization_config=quantization,
-                    dtype=dtype,
-                    max_shard_size=max_shard_size,
-                    overwrite=overwrite,
-                    seed=seed,
-                    progress=written,
-                    device=choose_device(device),
-                    check=check,
-                    trust_remote_code=trust_remote_code,
-                )
-        except ConfigError as error:
-            raise ConfigError(_with_options(str(error))) from error
+        with warnings_for(__name__) as warned:
+            report = merge_checkpoint(
+                base,
+                adapter,
+                out,
+                merge_as=as_,
+                manifest=manifest,
+                quantization_config=quantization,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                overwrite=overwrite,
+                seed=seed,
+                progress=written,
+                device=choose_device(device),
+                check=check,
+                trust_remote_code=trust_remote_code,
+            )
         for note in dict.fromkeys([*warned, *report.notes]):
-            notes.append(_with_options(note))
+            notes.append(with_options(note))
         return replace(report, notes=tuple(notes))
 
     is_named = second is None and adapter is not None
@@ -201,13 +199,6 @@ def command(
                 f"word; another quantization in training has other weights. {QUANT_BY_CONFIG}"
             )
     return status
-
-
-def _with_options(text: str) -> str:
-    """The library's words, with options in place of arguments."""
-    for name, option in _OPTIONS.items():
-        text = text.replace(name, option)
-    return text
 
 
 def _named(

@@ -38,7 +38,7 @@ def check_plot(path: Path, *, overwrite: bool, source: str | Path | None) -> Non
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
-            "--plot needs matplotlib, which is not installed: pip install 'kbitwrap[plot]'"
+            "--plot needs matplotlib, which is not there: pip install matplotlib; in a checkout, pip install '.[plot]'"
         )
     if path.suffix not in PLOT_SUFFIXES:
         raise InputError(

@@ -46,6 +46,10 @@ model before it trains needs --load.
 Exit status: that of the script; 2 if it cannot be read. With --plan: 0 the step fits or there is nothing to fit, 1 it
 does not, 2 it was not reached or cannot be predicted."""
 SETTINGS = {"allow_interspersed_args": False}
+_NOT_CALLED = (
+    "kbitwrap: in this process {} never called PEFT's prepare_model_for_kbit_training, so --precision {} changed "
+    "nothing; TRL's trainers are prepared by prepared_trainer, and a model by KbitPreparedModel"
+)
 
 
 _Plan = Annotated[
@@ -111,7 +115,9 @@ def command(
     if named and not plan:
         raise InputError(f"{named[0]} is for --plan")
     if not plan:
-        return _run(script, arguments, _patched_when_imported(precision))
+        source: Any = context.get_parameter_source("precision")
+        told = "" if source.name == "DEFAULT" else _NOT_CALLED.format(script, precision)
+        return _run(script, arguments, _patched_when_imported(precision, told))
     from .rehearse import Rehearsal, Stopped
 
     rehearsal = Rehearsal(precision, budget, device_memory, load)
@@ -125,6 +131,12 @@ def command(
     except SystemExit as left:
         how = f"the script ended with status {left.code!r}"
     return rehearsal.ended(how)
+
+
+def _num_calls() -> int:
+    """The calls of the drop-in so far, in a process that may not have loaded it."""
+    drop_in = sys.modules.get("kbitwrap.drop_in")
+    return 0 if drop_in is None else len(drop_in.CALLS)
 
 
 def _run(
@@ -184,8 +196,12 @@ def _process_of(main: types.ModuleType, argv: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched_when_imported(precision: str) -> Iterator[None]:
-    """Patch PEFT once it is imported, and not before: a script may set what torch and others read at their import."""
+def _patched_when_imported(precision: str, not_called: str) -> Iterator[None]:
+    """Patch PEFT once it is imported, and not before: a script may set what torch and others read at their import.
+
+    What is told of a script that never called PEFT's function is printed in the end.
+    """
+    num_calls = _num_calls()
     with contextlib.ExitStack() as stack:
         finder = _Finder(precision, stack)
         if "peft" in sys.modules:
@@ -193,7 +209,11 @@ def _patched_when_imported(precision: str) -> Iterator[None]:
         else:
             sys.meta_path.insert(0, finder)
             stack.callback(sys.meta_path.remove, finder)
-        yield
+        try:
+            yield
+        finally:
+            if not_called and _num_calls() == num_calls:
+                print(not_called, file=sys.stderr)
 
 
 class _Finder:

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 from .adapters import asking_for_base, check_adapter, is_unrecorded, named_base
-from .console import EXIT_DONE, InputError, first_line, say, show_json, warnings_for
+from .console import (
+    EXIT_DONE,
+    InputError,
+    first_line,
+    say,
+    show_json,
+    warnings_for,
+)
 from .hub import quantization_in_training, working
 from .usage import (
     QUANT_BY_CONFIG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -14,6 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import ConfigError, Precision, PrepareConfig, QuantKind
+from .console import QUANT_BY_CONFIG as QUANT_BY_CONFIG
+from .console import InputError
 from .help import of_command
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
@@ -27,11 +30,6 @@ BUILT_IN = "built-in byte-level Llama"  # what demo runs on by default
 KINDS_OF_4_BITS = (
     "nf4 and fp4 are without double quantization, nf4-double and fp4-double with it; "
     "load_in_4bit=True alone makes fp4"
-)
-QUANT_BY_CONFIG = (
-    "By the BitsAndBytesConfig of the training script, --quant is int8 for load_in_8bit=True; for load_in_4bit=True it "
-    "is fp4, or nf4 with bnb_4bit_quant_type='nf4'; with bnb_4bit_use_double_quant=True as well, fp4-double or "
-    "nf4-double. Without such a config it is none"
 )
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
 _OTHER_WORDS = {"fp16": "float16", "bf16": "bfloat16"}
@@ -124,6 +122,11 @@ def path(text: str | Path) -> Path:
         raise typer.BadParameter(
             f"expected a path, found the option {name!r} (of a file of this name: './{name}')"
         )
+    try:
+        os.lstat(name)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{name!r} is no path: {error.strerror}") from error
     return Path(text)
 
 

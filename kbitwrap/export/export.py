@@ -28,7 +28,7 @@ from ..model.tree import ModelTree
 from ..model.wrappers import loaded_class, unwrap
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
-from ..reports import ExportReport
+from ..reports import ExportReport, caller_level
 from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .configs import keep_base_configs
@@ -90,11 +90,20 @@ def export_model(
 
         def merge() -> Merged:
             promise_adapters(twin, gathering)
-            return merge_into(twin, form=form)
+            found = merge_into(twin, form=form)
+            if not found.fqns:
+                raise ExportError(
+                    "merge_adapters: expected an active adapter, found none on the "
+                    "model; nothing was written: activate one (set_adapter, or outside "
+                    "disable_adapter()), give the model that holds it (model=), or "
+                    "export without merge_adapters, which writes the base"
+                )
+            return found
 
         if merge_adapters:
             merged = gathering.lead(merge)
-            _warn_of_merge(merged)
+            if merged.note:
+                warnings.warn(merged.note, UserWarning, stacklevel=caller_level())
 
         def write() -> ExportReport:
             writing = checkpoint_writer(
@@ -122,20 +131,6 @@ def export_model(
             )
 
         return gathering.lead(write)
-
-
-def _warn_of_merge(merged: Merged) -> None:
-    if merged.note:
-        warnings.warn(merged.note, UserWarning, stacklevel=4)
-    if merged.fqns:
-        return
-    warnings.warn(
-        "no adapter of the model is active, so none was merged, and the dequantized "
-        "base is written: activate one (set_adapter), or give the model that holds it "
-        "(model=)",
-        UserWarning,
-        stacklevel=4,  # the caller of KbitPreparedModel.export
-    )
 
 
 def _refuse_unsavable(processing_class: Any) -> None:
@@ -345,7 +340,7 @@ def _warn_of_silent_config(model: Any) -> None:
         "layers again, without an error. The page on exports has a program that reads "
         "them",
         UserWarning,
-        stacklevel=7,  # the caller of KbitPreparedModel.export
+        stacklevel=caller_level(),
     )
 
 
@@ -453,7 +448,7 @@ def _materialize(model: nn.Module, reason: str) -> None:
         f"written one at a time: {len(lazy)} of them, {num_bytes:,} bytes, are held in "
         "memory at once",
         UserWarning,
-        stacklevel=7,  # the caller of KbitPreparedModel.export
+        stacklevel=caller_level(),
     )
     computed: dict[int, Any] = {id(tensor): materialize(tensor) for tensor in lazy}
     for module in model.modules():

@@ -225,14 +225,33 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
 def _resolved(path: StrPath) -> Path:
     """The path without links.
 
-    `ExportError` is raised for what is no path.
+    `ExportError` is raised for what is no path, or lies in the hub's cache.
     """
     if not os.fspath(path):
         raise ExportError("'': expected a path; '.' is the working directory")
     try:
-        return Path(os.path.realpath(path))
+        target = Path(os.path.realpath(path))
     except ValueError as error:  # a NUL
         raise ExportError(f"{os.fspath(path)!r}: not a valid path: {error}") from error
+
+    for folder in (target, *target.parents):
+        if _is_cached(folder):
+            raise ExportError(
+                f"{os.fspath(path)}: {os.fspath(folder)!r} is the hub's cache of a "
+                "repository, from which other programs load; nothing was written: "
+                "choose a destination outside"
+            )
+
+    return target
+
+
+def _is_cached(folder: Path) -> bool:
+    """Whether a folder is what the hub's client keeps of a repository.
+
+    A base that was given by its name lies in one, and so do others' models.
+    """
+    there = [os.path.isdir(folder / name) for name in ("snapshots", "blobs", "refs")]
+    return there[0] and any(there[1:])
 
 
 def _lock(folder: Path) -> int | None:

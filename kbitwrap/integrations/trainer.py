@@ -466,7 +466,7 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         StateError: The model is prepared already, as one that was prepared before it
             was given to the trainer.
         UnsupportedModelError: The model cannot be prepared, because it is sharded
-            already, say.
+            already, say; or it was given in place of the trainer.
 
     Example:
         >>> from kbitwrap.integrations import prepared_trainer
@@ -476,6 +476,12 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         >>> with prepared_trainer(trainer):  # doctest: +SKIP
         ...     trainer.train()
     """
+    if not isinstance(trainer, Trainer):
+        raise UnsupportedModelError(
+            f"prepared_trainer: expected a Trainer, found a {type(trainer).__name__}: give the trainer that was made, "
+            "or prepare a model by KbitPreparedModel(model)"
+        )
+
     if getattr(trainer.args, "precompute_ref_log_probs", False):
         raise ConfigError(
             "precompute_ref_log_probs: prepared_trainer expects False, found True: the constructor of "

@@ -526,7 +526,8 @@ class Manifest(Report, Record):
             with open(path, "rb") as file:
                 text = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
-            raise ManifestError(f"cannot read the manifest {name}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ManifestError(f"cannot read the manifest {name}: {reason}") from error
 
         return cls._read(text, name)
 

@@ -352,10 +352,10 @@ def _read(
     path = Path(name)
     # What cannot be a name on the hub is not looked up there.
     is_path = isinstance(name_or_path, os.PathLike) or path.is_absolute()
-    if (is_path or name.startswith((".", "~"))) and not path.exists():
+    if (is_path or name.startswith((".", "~"))) and not os.path.exists(path):
         raise ConfigError(f"there is no model at {name!r}")
 
-    if path.is_dir() and not (path / "config.json").is_file():
+    if os.path.isdir(path) and not (path / "config.json").is_file():
         raise ConfigError(f"there is no config.json in {name!r}")
 
     content: Any = {}

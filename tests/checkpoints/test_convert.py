@@ -322,6 +322,18 @@ def test_what_the_reference_has_in_float32_stays(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
 
 
+def test_a_reference_of_other_shapes_is_refused_by_name(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", {"a.weight": torch.ones(2, 4), "b.weight": torch.ones(2)}, dtype="float32")
+    packed = {"a.weight": torch.ones(4, 1).half(), "a.weight.absmax": torch.ones(1), "b.weight": torch.ones(2).half()}
+    convert_checkpoint(source, tmp_path / "packed", like=checkpoint(tmp_path / "quantized", packed))
+    for dtype in (torch.float16, torch.float32):
+        other = {"a.weight": torch.ones(2, 8, dtype=dtype), "b.weight": torch.ones(2).half()}
+        reference = checkpoint(tmp_path / str(dtype), other)
+        with pytest.raises(ConfigError, match=r"other shapes: a\.weight: .*\(2, 8\).*\(2, 4\).*nothing was written"):
+            convert_checkpoint(source, tmp_path / "out", like=reference)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_reference_that_names_no_dtype_changes_nothing(tmp_path: Path) -> None:
     zoo.load("llama", quant=None, dtype=torch.float32).save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"

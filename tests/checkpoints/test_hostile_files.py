@@ -16,7 +16,17 @@ import transformers
 from safetensors.torch import save_file
 
 from campaign import files
-from kbitwrap import ConfigError, Manifest, ManifestError, Plan, convert_checkpoint, doctor, merge_checkpoint
+from kbitwrap import (
+    ConfigError,
+    ExportError,
+    Manifest,
+    ManifestError,
+    Plan,
+    convert_checkpoint,
+    doctor,
+    merge_checkpoint,
+    stamp_adapter,
+)
 from kbitwrap.checkpoints.inspection import inspect_checkpoint
 from kbitwrap.cli import main
 from support.thorough import few
@@ -159,10 +169,45 @@ def test_the_demonstration_builds_no_model_that_is_larger_than_its_files(
     assert why in capsys.readouterr().err
 
 
-def test_an_adapter_of_a_rank_that_no_tensor_of_it_has_is_not_allocated(tmp_path: Path, little_memory: None) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("r", 10**9, f"a rank of {10**9}"),
+        (
+            "layer_replication",
+            [[0, 1]] * 4_000,
+            r"replicates layers into 4,000 \(layer_replication\), and",
+        ),
+        ("layer_replication", [[0, 10**9]], "replicates layers into 1,000,000,000 "),
+        ("layer_replication", 7, "layer_replication: expected pairs of layer numbers, found 7"),
+        ("base_model_name_or_path", 7, "base_model_name_or_path: expected a name or a path, found 7"),
+    ],
+)
+def test_an_adapter_that_is_larger_than_its_tensors_or_says_no_values_is_refused(
+    key: str, value: object, why: str, tmp_path: Path, little_memory: None
+) -> None:
     base = base_in(tmp_path)
     _merge(base)
     path = base / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "r": 10**9}))
-    with pytest.raises(ConfigError, match=f"a rank of {10**9}"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(ConfigError, match=why):
         merge_checkpoint(base, base / "adapter", base / "again", quantization_config=False)
+
+
+def test_a_path_that_is_too_long_is_refused_as_one_where_nothing_is(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 256)
+    base = base_in(tmp_path / "base")
+    calls: list[Callable[[], Any]] = [
+        lambda: doctor(long),
+        lambda: merge_checkpoint(base, long, tmp_path / "out", quantization_config=False),
+        lambda: merge_checkpoint(base, None, long, quantization_config=False),
+        lambda: merge_checkpoint(long, None, tmp_path / "out", quantization_config=False),
+        lambda: convert_checkpoint(base, tmp_path / "out", like=long),
+        lambda: convert_checkpoint(base, tmp_path / "out", long),
+        lambda: stamp_adapter(long, base),
+        lambda: inspect_checkpoint(long),
+        lambda: Plan.for_pretrained(long),
+    ]
+    for call in calls:
+        with pytest.raises((ConfigError, ExportError, ManifestError)):
+            call()

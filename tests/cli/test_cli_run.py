@@ -63,7 +63,10 @@ def test_a_script_finds_what_it_would_find_without(tmp_path: Path) -> None:
     arguments = ["link.py", "a", "--precision", "x", "--help", "--", "-m", "b"]
     expected = run(*arguments, folder=tmp_path)
     assert expected[0] == 0, expected
-    assert run("-m", "kbitwrap", "run", "--precision", "norms", *arguments, folder=tmp_path) == expected
+    status, out, err = run("-m", "kbitwrap", "run", "--precision", "norms", *arguments, folder=tmp_path)
+    assert (status, out) == expected[:2]
+    assert re.fullmatch(r"kbitwrap: in this process link.py never called PEFT's .*, so --precision norms .*\n", err)
+    assert run("-m", "kbitwrap", "run", *arguments, folder=tmp_path) == expected
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
@@ -113,6 +116,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str]:
 def test_peft_is_patched_when_the_script_imports_it(patched: tuple[int, str, str]) -> None:
     _, out, err = patched
     assert out == "norms\n", err
+    assert "never called" not in err
 
 
 def test_what_torch_raises_of_a_prepared_models_dtypes_is_explained_below_the_scripts_traceback(
@@ -132,7 +136,9 @@ def test_the_process_is_afterwards_as_it_was(tmp_path: Path, capsys: pytest.Capt
     )
     before = peft.prepare_model_for_kbit_training, sys.argv, [*sys.path], [*sys.meta_path], sys.modules["__main__"]
     assert main(["run", "--precision", "compute", str(script), "x"]) == 0
-    assert capsys.readouterr().out == "compute ['x']\n"
+    printed = capsys.readouterr()
+    assert printed.out == "compute ['x']\n"
+    assert "never called" in printed.err  # it is imported, which is not enough
     after = peft.prepare_model_for_kbit_training, sys.argv, [*sys.path], [*sys.meta_path], sys.modules["__main__"]
     assert after == before
 

@@ -18,6 +18,7 @@ from kbitwrap.cli import hub, main
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("demo", "plan", "inspect", "doctor", "merge", "convert", "export", "bench", "run")
 HELP = [["--help"], ["-h"], ["--version"], *([command, "--help"] for command in COMMANDS)]
+LONG = "x" * 256
 # What was typed, and what is said of it.
 WRONG = {
     "plna m": "kbitwrap: error: no command 'plna'; did you mean 'plan'?",
@@ -50,6 +51,11 @@ WRONG = {
     "plan m --kernels cpu": "--kernels applies to training steps only: add --step",
     "plan m --precision peft": "--precision peft applies to training steps only: add --step",
     "plan m --step --plot no/such/plot.svg": "--plot: cannot write 'no/such/plot.svg': the folder",
+    f"inspect {LONG}": "File name too long",
+    f"doctor . --adapter {LONG}": "File name too long",
+    f"merge {LONG} --out b": "there is no folder 'xxx",
+    f"merge m --no-adapter --out {LONG}": "File name too long",
+    f"plan {LONG}": "and the hub has no such names",
     "demo --device tpu": "--device: expected one of cpu, cuda, ",
     "demo --device cuda:x": "found 'cuda:x'",
     "demo --model ./absent": "there is no model at './absent'",

@@ -173,12 +173,12 @@ def test_a_base_that_ran_before_is_put_back_as_it_was(quant: str, asks_for_state
     assert torch.equal(evaluate(model), expected)
 
 
-@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 @pytest.mark.parametrize(("quant", "when"), each_once(["nf4", "nf4-double"], ["prepared", "suspended", "restored"]))
 def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: Path) -> None:
     expected = saved(load(quant), tmp_path / "before")
     model = load(quant)
     prepared = KbitPreparedModel(model, precision="norms").prepare()
+    adapt("llama", model)
     plain = tmp_path / "plain"
     prepared.export(plain, merge_adapters=True)
     if when == "suspended":
@@ -202,13 +202,14 @@ def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: 
     assert (tmp_path / "merged" / file).read_bytes() == (plain / file).read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore:no adapter of the model is active:UserWarning")
 @pytest.mark.parametrize("quant", ["nf4", "fp4", IN_BFLOAT16])
 def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_path: Path) -> None:
     fresh, model = load(quant, torch.float16), load(quant, torch.float16)
     round_statistics(fresh)
     round_statistics(model)
     expected = saved(fresh, tmp_path / "before")
+    adapt("llama", fresh)
+    adapt("llama", model)
     evaluate(model)
     before = Snapshot(model)
     prepared = KbitPreparedModel(model)

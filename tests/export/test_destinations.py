@@ -25,7 +25,7 @@ from kbitwrap import ConfigError, ExportError, KbitPreparedModel, convert_checkp
 from kbitwrap.checkpoints.merge import _CARD
 from kbitwrap.cli import main
 from kbitwrap.export import staging as staging_module
-from kbitwrap.export.staging import staged
+from kbitwrap.export.staging import atomic_write, staged
 from kbitwrap.export.writer import checkpoint_writer
 from support import zoo
 from support.files import read
@@ -102,6 +102,33 @@ def test_merging_over_the_adapter_or_the_base_is_refused(tmp_path: Path, capsys:
                 tmp_path / "base", tmp_path / "run", tmp_path / out, quantization_config=False, overwrite=True
             )
     assert before == (read(tmp_path / "base"), read(tmp_path / "run"))
+    (tmp_path / "run" / "kbitwrap.json").unlink()
+    options = ["--out", str(tmp_path / "out"), "--as", "quantized", "--quant", "none"]
+    assert main(["merge", str(tmp_path / "base"), str(tmp_path / "run"), *options]) == 2
+    assert "--as: 'quantized' is for layers of bitsandbytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["snapshots/0123", "snapshots/0123/out", "snapshots/4567", "blobs", "blobs/out", "."])
+def test_nothing_is_written_inside_a_cache_of_the_hub(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "models--someone--Tiny"
+    for name in ("blobs", "refs"):
+        (cache / name).mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0123")
+    zoo.load("llama", None).save_pretrained(cache / "snapshots" / "0123")  # files, as where no links can be made
+    (tmp_path / "linked").symlink_to(cache)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    before = read(cache / "snapshots" / "0123")
+    for folder in (cache, tmp_path / "linked"):
+        with pytest.raises(ExportError, match="is the hub's cache"):
+            merge_checkpoint("someone/Tiny", None, folder / out, quantization_config=False, overwrite=True)
+    with pytest.raises(ExportError, match="is the hub's cache"):
+        atomic_write(cache / out / "kbitwrap.json", b"{}", lambda path: True)
+    assert read(cache / "snapshots" / "0123") == before
+    assert sorted(os.listdir(cache)) == ["blobs", "refs", "snapshots"]
+    assert os.listdir(cache / "snapshots") == ["0123"]
+    merge_checkpoint("someone/Tiny", None, tmp_path / "merged", quantization_config=False)
 
 
 @pytest.mark.filterwarnings(UNQUANTIZED)
@@ -208,15 +235,8 @@ def test_merging_again_replaces_its_model_card_unless_somebody_has_written_in_it
     merge()
     card = tmp_path / "out" / "README.md"
     of_another = _CARD.format(
-        base_model="",
-        name="other",
-        title="t",
-        how="how",
-        added=", a",
-        made="Merged",
-        tool="kbitwrap 9",
-        device="cuda",
-        measured="",
+        **{"base_model": "", "name": "other", "title": "t", "how": "how", "added": ", a", "made": "Merged"},
+        **{"tool": "kbitwrap 9", "device": "cuda", "measured": ""},
     )
     written = card.read_text()
     card.write_text(of_another)
@@ -271,14 +291,16 @@ def test_an_export_writes_the_tokenizer_that_it_is_given(tmp_path: Path) -> None
     assert not (tmp_path / "none").exists()
 
 
-def test_a_merged_export_without_an_adapter_warns_and_says_that_nothing_was_merged(tmp_path: Path) -> None:
+def test_a_merged_export_without_an_active_adapter_is_refused(tmp_path: Path) -> None:
     with KbitPreparedModel(zoo.load("llama")) as prepared:
-        with pytest.warns(UserWarning, match="no adapter of the model is active.*the dequantized base") as caught:
-            report = prepared.export(tmp_path / "out", merge_adapters=True)
-        assert [warning.filename for warning in caught] == [__file__]
-        assert ", 0 layers merged" in str(report)
-        assert "layers merged" not in str(prepared.export(tmp_path / "base"))
+        refused = pytest.raises(ExportError, match=r"expected an active adapter, found none.*export without merge_adap")
+        with refused:
+            prepared.export(tmp_path / "out", merge_adapters=True)
         adapted = adapt("llama", prepared.model)
+        with refused, adapted.disable_adapter():
+            prepared.export(tmp_path / "out", merge_adapters=True, model=adapted)
+        assert not (tmp_path / "out").exists()
+        assert "layers merged" not in str(prepared.export(tmp_path / "base"))
         assert f", {len(adapted.targeted_module_names)} layers merged" in str(
             prepared.export(tmp_path / "merged", merge_adapters=True)
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import types
@@ -17,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from kbitwrap import ExportError, KbitPreparedModel
+from kbitwrap import ExportError, KbitPreparedModel, merge_checkpoint
 from support import zoo
 from support.files import SHARD, read, saved, tensors_of
 from support.snapshot import Snapshot
@@ -100,6 +99,9 @@ def test_an_unknown_save_pretrained_is_materialized_with_a_warning(
     assert f"{len(report.converted)} of them, {num_bytes:,} bytes, are held in memory at once" in message
     assert warning.filename == __file__
     assert read(tmp_path / "export") == expected
+    with pytest.warns(UserWarning, match="written one at a time") as caught:
+        merge_checkpoint(tmp_path / "before", None, tmp_path / "merged")
+    assert [warning.filename for warning in caught] == [__file__]
     assert (report.num_tensors, report.num_bytes) == (streamed.num_tensors, streamed.num_bytes)
     assert (report.num_tensors, report.num_bytes) == (len(tensors), sum(tensor.nbytes for tensor in tensors))
 
@@ -184,14 +186,13 @@ def test_a_container_that_cannot_save_itself_is_refused_and_the_part_that_can_is
 ) -> None:
     model = Container(zoo.load("llama"))
     prepared = KbitPreparedModel(model, gradient_checkpointing=False).prepare()
-    with (
-        pytest.raises(ExportError, match="prepare and export encoder by itself") as caught,
-        pytest.warns(UserWarning, match="no adapter") if merge_adapters else contextlib.nullcontext(),
-    ):
+    adapted = adapt("llama", model.encoder)
+    with pytest.raises(ExportError, match="prepare and export encoder by itself") as caught:
         prepared.export(tmp_path / "export", merge_adapters=merge_adapters)
     assert caught.value.fqn == "encoder"
     assert list(tmp_path.iterdir()) == []
     prepared.restore()
+    adapted.unload()
     expected = saved(model.encoder, tmp_path / "before")
     KbitPreparedModel(model.encoder, precision="full").prepare().export(tmp_path / "export", max_shard_size=SHARD)
     assert read(tmp_path / "export") == expected

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from kbitwrap import KbitPreparedModel, LifecycleState, StateError
+from kbitwrap import KbitPreparedModel, LifecycleState, StateError, UnsupportedModelError
+from kbitwrap.integrations import prepared_trainer
 from support import zoo
 from support.files import saved
 from support.snapshot import Snapshot, tensor_digest
@@ -149,6 +150,18 @@ def test_trainers_checkpointing_wins_and_is_taken_back(
 def test_trainers_checkpointing_is_off_by_default(tmp_path: Path, name: str) -> None:
     # The second name is the newer one of the same setting; an older transformers has the first alone.
     assert not getattr(TrainingArguments(output_dir=str(tmp_path)), name, False)
+
+
+def test_a_model_in_place_of_a_trainer_and_a_wrapper_in_place_of_a_model_are_refused(tmp_path: Path) -> None:
+    model = zoo.load("llama")
+    wrapper = KbitPreparedModel(model)
+    for given in (model, wrapper):
+        with pytest.raises(UnsupportedModelError, match=r"expected a Trainer, found a \w+: give the trainer"):
+            prepared_trainer(given).__enter__()
+    with pytest.raises(AttributeError, match=r"give prepared\.model in its place"):
+        Trainer(wrapper, TrainingArguments(tmp_path, report_to="none", use_cpu=True))
+    with pytest.raises(UnsupportedModelError, match=r"give the trainer prepared\.model"):  # as TRL does
+        getattr(wrapper.config, "_name_or_path", "")
 
 
 def test_each_train_call_adds_a_hook_and_restore_removes_them_all(tmp_path: Path) -> None:
