@@ -30,7 +30,7 @@ CHANGED = "changed, though no adapter touches it"
 
 # A right merge rounds once or twice, and may compute the delta itself in half.
 _ROUNDINGS = 2.0
-_OF_DELTA = 0.02
+OF_DELTA = 0.02
 _OF_FLOAT32 = 2.0**-20
 # The deviations allowed of what rounding adds to the part that was kept, to half and to
 # codes of few bits.
@@ -63,7 +63,7 @@ def is_right(figures: Figures) -> bool:
         return False
 
     if figures.base_codes >= _OF_BASE_CODES:
-        return figures.likelier is None
+        return not figures.is_scaled and figures.likelier is None
 
     return any(_explains(against, figures) for against in figures.references)
 
@@ -83,7 +83,7 @@ def _explains(against: Against, figures: Figures) -> bool:
         return difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
 
     allowed = _ROUNDINGS * math.sqrt(against.rounding)
-    allowed += _OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
+    allowed += OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
     if math.sqrt(against.off) > allowed:
         return False
 
@@ -96,7 +96,7 @@ def _explains(against: Against, figures: Figures) -> bool:
     least, most = min(by_rounding, 1.0), max(by_rounding, 1.0)
     kept = against.kept(delta)
     difference = max(least - kept, kept - most)
-    return difference <= _OF_DELTA + _DEVIATIONS * deviation
+    return difference <= OF_DELTA + _DEVIATIONS * deviation
 
 
 def is_lost(figures: Sequence[Figures]) -> bool:

@@ -145,7 +145,9 @@ class Figures:
         is_finite: Whether all of its values are.
         sample: Some of its values.
         base_codes: The share of the base's codes that the tensor has when its delta is
-            taken off and it is quantized as the base; 0 where that was not asked.
+            taken off and it is quantized as the base, or the base as it is stored; 0
+            where that was not asked.
+        is_scaled: Whether it has other scales than those beside these codes.
         likelier: The multiple of the delta that has to be taken off for clearly more of
             the base's codes; ``None`` where no other than 1 has.
         matrices: The figures of each matrix of a stack.
@@ -162,6 +164,7 @@ class Figures:
     is_finite: bool
     sample: Sample
     base_codes: float = 0.0
+    is_scaled: bool = False
     likelier: float | None = None
     matrices: Sequence[Figures] = ()
 

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..export.plain import is_transposed
-from ..model.bitsandbytes_layers import codes_of, quantized_layer, share_of_codes
+from ..model.bitsandbytes_layers import (
+    codes_of,
+    has_scales_of_values,
+    quantized_layer,
+    share_of_codes,
+)
 from ..model.pretrained import last_two
 from ..model.quantization import is_quantized_layer
 from ..model.tree import ModelTree, join
@@ -25,6 +30,7 @@ from .adapters import SavedAdapter
 from .base import TrainedBase
 from .causes import (
     CHANGED,
+    OF_DELTA,
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
     TRANSPOSED,
@@ -378,6 +384,10 @@ class _Measuring:
             was_quantized=layer is not None,
         )
         figures = comparing(None)
+        own = self.merged.layers.get(in_model)
+        is_untouched = not figures.delta and not figures.trained.is_same
+        if is_untouched and own is not None and is_quantized_layer(own):
+            return self._by_codes(figures, own, materialize(after).float(), None)
         if is_right(figures):
             return figures
 
@@ -396,12 +406,25 @@ class _Measuring:
 
         values = materialize(found).float()
         delta = materialize(after) - materialize(self._trained(fqn)).float()
+        return self._by_codes(figures, layer, values, delta)
+
+    def _by_codes(
+        self, figures: Figures, layer: nn.Module, values: Tensor, delta: Tensor | None
+    ) -> Figures:
+        """Tell a tensor by the codes and scales of a quantized layer."""
+        if delta is None:
+            delta = torch.zeros_like(values)
         if is_transposed(layer):
             values, delta = values.mT, delta.mT
 
+        eps = torch.finfo(self.dtype).eps
+        if figures.stored is None:
+            eps = max(eps, torch.finfo(figures.dtype).eps)
+        allowed = eps * values.abs() + OF_DELTA * delta.abs()
         return dataclasses.replace(
             figures,
             base_codes=share_of_codes(layer, values - delta),
+            is_scaled=not has_scales_of_values(layer, values - delta, allowed),
             likelier=_likelier(layer, values, delta) if figures.delta else None,
         )
 

@@ -330,6 +330,45 @@ def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
     return float(num_same) / (2 * len(differing))
 
 
+def has_scales_of_values(
+    module: nn.Module, values: torch.Tensor, allowed: torch.Tensor
+) -> bool:
+    """Whether a bitsandbytes layer has the scales that its values give, block by block.
+
+    ``allowed`` is how far each value may be off; double quantization adds half of the
+    distance between its codes, but for the mean of the scales.
+    """
+    module = quantized_layer(module)
+    weight = unpacked_copy(module.get_parameter("weight"))
+    state = quant_state_of(module, weight)
+    size = weight.shape[1] if state is None else state.blocksize
+
+    def largest(of_values: torch.Tensor) -> torch.Tensor:
+        padded = nn.functional.pad(
+            of_values.flatten().abs(), (0, -values.numel() % size)
+        )
+        return padded.view(-1, size).amax(1)
+
+    scales, most = largest(values), largest(allowed)
+    if state is None:
+        own = _scales_of_rows(module, weight).float()
+        return bool(((scales - own).abs() <= most).all())
+
+    own = _scales_of_blocks(state).float()
+    if state.nested:
+        if (scales.mean() - state.offset).abs() > most.mean():
+            return False
+        outer = state.state2
+        gaps = outer.code.diff()
+        widest = torch.maximum(
+            nn.functional.pad(gaps, (0, 1)), nn.functional.pad(gaps, (1, 0))
+        )
+        largest_off = outer.absmax.repeat_interleave(outer.blocksize)[: len(own)]
+        most = most + widest[state.absmax.long()] / 2 * largest_off
+
+    return bool(((scales - own).abs() <= most).all())
+
+
 @dataclass
 class StateOwner:
     """An object beside a layer that holds quantization state of it."""
