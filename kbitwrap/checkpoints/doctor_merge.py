@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 
 from ..config import QuantKind
 from ..errors import ConfigError, ExportError, ManifestMismatchError
+from ..export.forms import fused_layer
 from ..manifest.manifest import Manifest
 from ..model.pretrained import read_config
+from ..model.tree import join
 from ..model.wrappers import unwrap
 from ..reports import first_of
 from ..tensors.devices import accelerator_type
@@ -152,7 +155,7 @@ def dequantized_base(folder: Folder) -> Result | None:
     if not tells_dequantized(given):
         return None
 
-    found = read_merged(folder.path)
+    found = read_merged(folder.path, given.trust_remote_code)
     least: list[str] | None = None
     for dtype in _dtypes_in_training(given, found):
         trained, _ = load_adapted(
@@ -328,17 +331,25 @@ def _other_fitting(
 
 
 def _in_training(settings: Any, adapter: Any) -> Any:
-    """A merged checkpoint's quantization config, with the layers that the merge took out of it."""
+    """A merged checkpoint's quantization config, with the layers that the merge took out of it.
+
+    Those are what the adapter touches, and what engines compute with it.
+    """
     if hasattr(settings, "to_dict"):
         settings = settings.to_dict()
     if not isinstance(settings, dict):
         return settings
 
-    keys = read_adapter(Path(adapter)).tensors
+    touched: set[str] = set()
+    for key in read_adapter(Path(adapter)).tensors:
+        layers = itertools.accumulate(key.split("."), join)
+        touched.update(f".{fused_layer(layer)}" for layer in layers)
+
     kept = []
     for name in settings.get("llm_int8_skip_modules") or ():
         is_layer = "." in name  # and not a name such as lm_head
-        if not is_layer or not any(f".{name}." in key for key in keys):
+        suffix = f".{fused_layer(name)}"  # names of the model inside have no prefix
+        if not is_layer or not any(layer.endswith(suffix) for layer in touched):
             kept.append(name)
     return {**settings, "llm_int8_skip_modules": kept or None}
 
@@ -410,4 +421,4 @@ def _dtypes_in_training(given: Given, merged: MergedSide) -> list[torch.dtype | 
 def _merged(subject: Subject) -> MergedSide:
     if isinstance(subject, LiveModel):
         return walk_merged(subject.tree.model, subject.where)
-    return read_merged(Path(subject.where))
+    return read_merged(Path(subject.where), subject.given.trust_remote_code)

@@ -115,7 +115,9 @@ def test_the_quantization_is_found_of_a_merge_of_another_adapter(tmp_path: Path)
     other.save_pretrained(tmp_path / "other")
     double = quantization_config("nf4-double", torch.bfloat16)
     merge_checkpoint(base, tmp_path / "other", tmp_path / "merged", quantization_config=double)
-    found = fitting.fitting_quantization(read_merged(tmp_path / "merged"), base, read_adapter(adapter), [torch.bfloat16])
+    found = fitting.fitting_quantization(
+        read_merged(tmp_path / "merged"), base, read_adapter(adapter), [torch.bfloat16]
+    )
     assert found is not None
     assert found.kind is QuantKind.NF4_DOUBLE
 
