@@ -50,7 +50,7 @@ _OF_LOW_RANK = 0.95  # of the energy of a change, in half of the singular values
 # The wrong matrices of which is asked whose values they hold: the first tell what became
 # of many.
 _MOST_SEARCHES = 64
-_OF_BASE_CODES = 0.95  # the least share of codes by which a base is told
+OF_BASE_CODES = 0.95  # the least share of codes by which a base is told
 _MOST_OF_BASE = 0.3  # a larger change, as a part of the base's length, is another base
 
 
@@ -62,7 +62,7 @@ def is_right(figures: Figures) -> bool:
     if not all(is_right(matrix) for matrix in figures.matrices):
         return False
 
-    if figures.base_codes >= _OF_BASE_CODES:
+    if figures.base_codes >= OF_BASE_CODES:
         return not figures.is_scaled and figures.likelier is None
 
     return any(_explains(against, figures) for against in figures.references)
@@ -115,8 +115,9 @@ def is_lost(figures: Sequence[Figures]) -> bool:
 
 
 def of_requantized(figures: Figures) -> str:
-    """The cause of a quantized tensor that lacks a part of its delta."""
-    return REQUANTIZED_TO_4_BITS if figures.num_bits == 4 else REQUANTIZED
+    """The cause of a tensor that is, or was, quantized and lacks a part of its delta."""
+    num_bits = figures.requantized_bits or figures.num_bits
+    return REQUANTIZED_TO_4_BITS if num_bits == 4 else REQUANTIZED
 
 
 class Causes:
@@ -180,7 +181,7 @@ class Causes:
             is_all = len(figures.shape) > 1 and part >= _MOST_OF_BASE
             return (ANOTHER_BASE if is_all else CHANGED), evidence
 
-        if figures.is_quantized and part < 1:
+        if figures.is_of_codes and part < 1:
             return of_requantized(figures), ""
 
         if self._is_an_adapters(figures):
@@ -228,7 +229,7 @@ class Causes:
         kept = against.kept(delta)
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
-        if figures.is_quantized or against.aside(delta) > allowed:
+        if figures.is_of_codes or against.aside(delta) > allowed:
             return None
 
         if abs(kept) <= _OF_SCALE:

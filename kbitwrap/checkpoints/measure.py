@@ -18,6 +18,7 @@ from ..model.bitsandbytes_layers import (
     codes_of,
     has_scales_of_values,
     quantized_layer,
+    requantized,
     share_of_codes,
 )
 from ..model.pretrained import last_two
@@ -30,6 +31,7 @@ from .adapters import SavedAdapter
 from .base import TrainedBase
 from .causes import (
     CHANGED,
+    OF_BASE_CODES,
     OF_DELTA,
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
@@ -367,12 +369,34 @@ class _Measuring:
             yield self._compared(fqn, found, after)
 
     def _compared(self, fqn: str, found: Tensor, after: Tensor) -> Figures:
-        """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
-        in_model = self._names_in_model.get(fqn, fqn)
-        layer = self.quantized.get(in_model)
+        """Compare a tensor with what it should be; tell whether a wrong one was merged into quantized weights."""
+        layer = self.quantized.get(self._names_in_model.get(fqn, fqn))
         if layer is not None:
             layer = quantized_layer(layer)  # once, for all that read it here
 
+        figures = self._explained(fqn, found, after, layer)
+        is_asked = figures.delta and figures.is_finite and not figures.is_quantized
+        if layer is None or not is_asked or is_right(figures):
+            return figures
+        if codes_of(layer) is None:  # it was loaded with ``has_fp16_weights``
+            return figures
+
+        values = materialize(found).float()
+        if is_transposed(layer):
+            values = values.mT
+        off = (requantized(layer, values) - values).abs()
+        eps = max(torch.finfo(one).eps for one in (found.dtype, self.dtype))
+        if (off <= eps * values.abs()).float().mean() < OF_BASE_CODES:
+            return figures
+
+        is_int8 = stored_dtype(layer) == torch.int8
+        return dataclasses.replace(figures, requantized_bits=8 if is_int8 else 4)
+
+    def _explained(
+        self, fqn: str, found: Tensor, after: Tensor, layer: nn.Module | None
+    ) -> Figures:
+        """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
+        in_model = self._names_in_model.get(fqn, fqn)
         comparing = functools.partial(
             compare,
             fqn,

@@ -16,6 +16,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from kbitwrap import DoctorReport, doctor, merge_checkpoint
+from kbitwrap.bench.settings import quantization_config
 from kbitwrap.checkpoints.causes import Causes, is_right
 from kbitwrap.checkpoints.figures import Figures, compare
 from support import zoo
@@ -313,6 +314,30 @@ def test_requantized_weights_say_what_is_left(name: str, merges: Callable[[str],
     assert report.merge.kept < 0.5
     assert f"{report.merge.kept:.0%} of the delta survived" in finding.evidence
     assert {one.bits for one in report.merge.tensors.values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("quant", "name", "stored"),
+    [
+        ("nf4", "llama", torch.bfloat16),
+        ("nf4-double", "opt", torch.float16),
+        ("fp4", "llama", torch.float32),
+        ("int8", "llama", torch.bfloat16),
+    ],
+)
+def test_a_merge_in_quantized_weights_that_was_dequantized_is_told(
+    quant: str, name: str, stored: torch.dtype, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges(name)
+    shutil.copytree(run.folder / "adapter", tmp_path / "adapter", ignore=shutil.ignore_patterns("kbitwrap.json"))
+    merged = PeftModel.from_pretrained(load(name, quant), tmp_path / "adapter").merge_and_unload().dequantize()
+    merged.to(stored).save_pretrained(tmp_path / "merged")
+    settings = quantization_config(quant, torch.bfloat16)
+    report = doctor(
+        tmp_path / "merged", base=run.folder / "base", adapter=tmp_path / "adapter", quantization_config=settings
+    )
+    causes = {finding.what for finding in report.findings}
+    assert causes == {f"an adapter was merged into {'quantized' if quant == 'int8' else '4-bit'} weights"}
 
 
 @pytest.mark.parametrize("merge_as", ["mixed", "quantized"])
