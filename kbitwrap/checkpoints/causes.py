@@ -30,7 +30,7 @@ CHANGED = "changed, though no adapter touches it"
 
 # A right merge rounds once or twice, and may compute the delta itself in half.
 _ROUNDINGS = 2.0
-_OF_DELTA = 0.02
+OF_DELTA = 0.02
 _OF_FLOAT32 = 2.0**-20
 # The deviations allowed of what rounding adds to the part that was kept, to half and to
 # codes of few bits.
@@ -50,7 +50,7 @@ _OF_LOW_RANK = 0.95  # of the energy of a change, in half of the singular values
 # The wrong matrices of which is asked whose values they hold: the first tell what became
 # of many.
 _MOST_SEARCHES = 64
-_OF_BASE_CODES = 0.95  # the least share of codes by which a base is told
+OF_BASE_CODES = 0.95  # the least share of codes by which a base is told
 _MOST_OF_BASE = 0.3  # a larger change, as a part of the base's length, is another base
 
 
@@ -62,8 +62,8 @@ def is_right(figures: Figures) -> bool:
     if not all(is_right(matrix) for matrix in figures.matrices):
         return False
 
-    if figures.base_codes >= _OF_BASE_CODES:
-        return figures.likelier is None
+    if figures.base_codes >= OF_BASE_CODES:
+        return not figures.is_scaled and figures.likelier is None
 
     return any(_explains(against, figures) for against in figures.references)
 
@@ -83,7 +83,7 @@ def _explains(against: Against, figures: Figures) -> bool:
         return difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
 
     allowed = _ROUNDINGS * math.sqrt(against.rounding)
-    allowed += _OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
+    allowed += OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
     if math.sqrt(against.off) > allowed:
         return False
 
@@ -96,7 +96,7 @@ def _explains(against: Against, figures: Figures) -> bool:
     least, most = min(by_rounding, 1.0), max(by_rounding, 1.0)
     kept = against.kept(delta)
     difference = max(least - kept, kept - most)
-    return difference <= _OF_DELTA + _DEVIATIONS * deviation
+    return difference <= OF_DELTA + _DEVIATIONS * deviation
 
 
 def is_lost(figures: Sequence[Figures]) -> bool:
@@ -115,8 +115,9 @@ def is_lost(figures: Sequence[Figures]) -> bool:
 
 
 def of_requantized(figures: Figures) -> str:
-    """The cause of a quantized tensor that lacks a part of its delta."""
-    return REQUANTIZED_TO_4_BITS if figures.num_bits == 4 else REQUANTIZED
+    """The cause of a tensor that is, or was, quantized and lacks a part of its delta."""
+    num_bits = figures.requantized_bits or figures.num_bits
+    return REQUANTIZED_TO_4_BITS if num_bits == 4 else REQUANTIZED
 
 
 class Causes:
@@ -180,7 +181,7 @@ class Causes:
             is_all = len(figures.shape) > 1 and part >= _MOST_OF_BASE
             return (ANOTHER_BASE if is_all else CHANGED), evidence
 
-        if figures.is_quantized and part < 1:
+        if figures.is_of_codes and part < 1:
             return of_requantized(figures), ""
 
         if self._is_an_adapters(figures):
@@ -228,7 +229,7 @@ class Causes:
         kept = against.kept(delta)
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
-        if figures.is_quantized or against.aside(delta) > allowed:
+        if figures.is_of_codes or against.aside(delta) > allowed:
             return None
 
         if abs(kept) <= _OF_SCALE:

@@ -23,7 +23,7 @@ from ..model.tree import join
 from ..model.wrappers import unwrap
 from ..reports import first_of
 from ..tensors.devices import accelerator_type
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
 from .adapters import read_adapter
 from .base import QUANTIZATION, TrainedBase, is_told, kind_of, load_adapted
@@ -35,6 +35,7 @@ from .measure import OTHER, TRAINED, MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import MergedSide, plain_side, read_merged, walk_merged
 
+_DTYPES_OF_RUNS = (*HALF_DTYPES, torch.float32)
 _NAME = "merge"
 _WHAT = "how much of the adapter was merged"
 _GIVE = "give the quantization (quantization_config, --quant)"
@@ -67,7 +68,7 @@ def measure(
 
     try:
         taken = _taken(examination, subject, merged, manifest)
-        found, trained = _measure(merged, given, taken.quantization, manifest, progress)
+        found, files = _measure(merged, subject, taken.quantization, manifest, progress)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
@@ -86,10 +87,8 @@ def measure(
     if not found.faults and not taken.is_other:
         examination.add(_NAME, where, fine(str(found)))
 
-    if isinstance(subject, Folder):
-        result = _of_files(trained, subject.path)
-        if result is not None:
-            examination.add("files of the base", where, result)
+    if files is not None:
+        examination.add("files of the base", where, files)
 
     return found
 
@@ -156,39 +155,44 @@ def dequantized_base(folder: Folder) -> Result | None:
     if not tells_dequantized(given):
         return None
 
-    found = read_merged(folder.path)
-    trained, _ = load_adapted(
-        given.base,
-        None,
-        None,
-        given.quantization_config,
-        _dtype_in_training(given, found),
-        given.device or accelerator_type() or "cpu",
-        given.trust_remote_code,
-    )
-    expected = plain_side(trained.model, is_merged=False).saved
-    known = {*expected, *trained.unexpected}
-    wrong = [fqn for fqn in found.tensors if fqn not in known]
-    for fqn, tensor in expected.items():
-        its = found.tensors.get(fqn)
-        if its is None or not torch.equal(
-            materialize(its), materialize(tensor).to(its.device, its.dtype)
-        ):
-            wrong.append(fqn)
-
-    if wrong:
-        return fault(
-            "it is not this base, dequantized",
-            first_of(wrong),
-            "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
-            "was merged into it, give that (adapter, --adapter)",
+    found = read_merged(folder.path, given.trust_remote_code)
+    least: list[str] | None = None
+    for dtype in _dtypes_in_training(given, found):
+        trained, _ = load_adapted(
+            given.base,
+            None,
+            None,
+            given.quantization_config,
+            dtype,
+            given.device or accelerator_type() or "cpu",
+            given.trust_remote_code,
         )
+        expected = plain_side(trained.model, is_merged=False).saved
+        known = {*expected, *trained.unexpected}
+        wrong = [fqn for fqn in found.tensors if fqn not in known]
+        for fqn, tensor in expected.items():
+            its = found.tensors.get(fqn)
+            if its is None or not torch.equal(
+                materialize(its), materialize(tensor).to(its.device, its.dtype)
+            ):
+                wrong.append(fqn)
 
-    lacking = _of_files(trained, folder.path)
-    if lacking is not None and lacking.outcome == FAULT:
-        return lacking
+        if not wrong:
+            lacking = _of_files(trained, folder.path)
+            if lacking is not None and lacking.outcome == FAULT:
+                return lacking
+            return fine(
+                f"its {len(expected)} tensors are those of the base, dequantized"
+            )
 
-    return fine(f"its {len(expected)} tensors are those of the base, dequantized")
+        least = wrong if least is None or len(wrong) < len(least) else least
+
+    return fault(
+        "it is not this base, dequantized",
+        first_of(least or ()),
+        "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
+        "was merged into it, give that (adapter, --adapter)",
+    )
 
 
 def _of_files(trained: TrainedBase, path: Path) -> Result | None:
@@ -255,9 +259,9 @@ def _quantization_of(subject: Subject) -> Any:
 def _fitting(merged: MergedSide, given: Given) -> tuple[Any, str]:
     """The quantization of the base that a checkpoint fits, and the form that this gives the weights."""
     saved = read_adapter(Path(given.adapter))
-    dtype = _dtype_in_training(given, merged)
+    dtypes = _dtypes_in_training(given, merged)
     trust = given.trust_remote_code
-    fitting = fitting_quantization(merged, given.base, saved, dtype, trust)
+    fitting = fitting_quantization(merged, given.base, saved, dtypes, trust)
     if fitting is None:
         return False, "as they are"
     return fitting.config, f"in {fitting.kind}, which the checkpoint fits"
@@ -320,7 +324,7 @@ def _other_fitting(
         merged,
         given.base,
         saved,
-        _dtype_in_training(given, merged),
+        _dtypes_in_training(given, merged),
         given.trust_remote_code,
     )
     return None if found is None or found.kind is told else found
@@ -329,62 +333,92 @@ def _other_fitting(
 def _in_training(settings: Any, adapter: Any) -> Any:
     """A merged checkpoint's quantization config, with the layers that the merge took out of it.
 
-    They are those that the adapter touches, and those that engines compute with them.
+    Those are what the adapter touches, and what engines compute with it.
     """
     if hasattr(settings, "to_dict"):
         settings = settings.to_dict()
     if not isinstance(settings, dict):
         return settings
 
-    touched = set()
+    touched: set[str] = set()
     for key in read_adapter(Path(adapter)).tensors:
-        for module in itertools.accumulate(key.split("."), join):
-            touched.add(f".{fused_layer(module)}")
+        layers = itertools.accumulate(key.split("."), join)
+        touched.update(f".{fused_layer(layer)}" for layer in layers)
+
     kept = []
     for name in settings.get("llm_int8_skip_modules") or ():
         is_layer = "." in name  # and not a name such as lm_head
-        fused = f".{fused_layer(name)}"
-        if not is_layer or not any(module.endswith(fused) for module in touched):
+        suffix = f".{fused_layer(name)}"  # names of the model inside have no prefix
+        if not is_layer or not any(layer.endswith(suffix) for layer in touched):
             kept.append(name)
     return {**settings, "llm_int8_skip_modules": kept or None}
 
 
 def _measure(
     merged: MergedSide,
-    given: Given,
+    subject: Subject,
     quantization: Any,
     manifest: Manifest | None,
     progress: bool | Told,
-) -> tuple[MergeMeasure, TrainedBase]:
-    saved = read_adapter(Path(given.adapter))
-    dtype = None if manifest is not None else _dtype_in_training(given, merged)
-    trained, adapted = load_adapted(
-        given.base,
-        saved,
-        manifest,
-        quantization,
-        dtype,
-        "cpu",
-        given.trust_remote_code,
-    )
-    measured = measure_merge(merged, adapted, saved, trained, progress)
-    trained.finish_check()
-    return measured, trained
+) -> tuple[MergeMeasure, Result | None]:
+    """Measure a merge, and look at the files of the base, in the run's dtype.
 
-
-def _dtype_in_training(given: Given, merged: MergedSide) -> torch.dtype | None:
-    """The half dtype of a merge whose base was saved in float32; ``None`` for the dtype of the base.
-
-    Such a base is trained on in half where it is quantized, and merged in that.
+    Where nothing records that, it is the one in which the fewest tensors are wrong.
     """
-    own = find_dtype(read_config(given.base, given.trust_remote_code).dtype)
-    if own in HALF_DTYPES or merged.dtype not in HALF_DTYPES:
-        return None
+    given = subject.given
+    saved = read_adapter(Path(given.adapter))
 
-    return merged.dtype
+    def in_dtype(dtype: torch.dtype | None) -> tuple[MergeMeasure, Result | None]:
+        trained, adapted = load_adapted(
+            given.base,
+            saved,
+            manifest,
+            quantization,
+            dtype,
+            "cpu",
+            given.trust_remote_code,
+        )
+        found = measure_merge(merged, adapted, saved, trained, progress)
+        trained.finish_check()
+        files = None
+        if isinstance(subject, Folder):
+            files = _of_files(trained, subject.path)
+        return found, files
+
+    dtypes: list[torch.dtype | None] = [None]
+    if manifest is None and not saved.config_of_model:
+        dtypes = _dtypes_in_training(given, merged)
+
+    def num_wrong(found: tuple[MergeMeasure, Result | None]) -> int:
+        return sum(len(one.fqns) for one in found[0].faults)
+
+    best = in_dtype(dtypes[0])
+    for dtype in dtypes[1:]:
+        if not num_wrong(best):
+            break
+        best = min(best, in_dtype(dtype), key=num_wrong)
+
+    return best
+
+
+def _dtypes_in_training(given: Given, merged: MergedSide) -> list[torch.dtype | None]:
+    """The dtypes that a run may have had which nothing records, the likeliest first; ``None`` is that of the base.
+
+    A base in half is trained on in that, or in the dtype of the merge; one in float32
+    in half where it is quantized, and its merge may be a copy in the other half.
+    """
+    own = read_config(given.base, given.trust_remote_code).dtype
+    likely = [merged.dtype] if merged.dtype in _DTYPES_OF_RUNS else []
+    if own in HALF_DTYPES:
+        return [None, *(dtype for dtype in likely if dtype != own)]
+
+    if merged.dtype not in HALF_DTYPES:
+        return [None]
+
+    return [*likely, None, *(dtype for dtype in HALF_DTYPES if dtype not in likely)]
 
 
 def _merged(subject: Subject) -> MergedSide:
     if isinstance(subject, LiveModel):
         return walk_merged(subject.tree.model, subject.where)
-    return read_merged(Path(subject.where))
+    return read_merged(Path(subject.where), subject.given.trust_remote_code)

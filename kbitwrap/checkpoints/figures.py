@@ -145,7 +145,11 @@ class Figures:
         is_finite: Whether all of its values are.
         sample: Some of its values.
         base_codes: The share of the base's codes that the tensor has when its delta is
-            taken off and it is quantized as the base; 0 where that was not asked.
+            taken off and it is quantized as the base, or the base as it is stored; 0
+            where that was not asked.
+        is_scaled: Whether it has other scales than those beside these codes.
+        requantized_bits: The bits of the codes of the training, where the values are those
+            that quantizing them again leaves; else 0.
         likelier: The multiple of the delta that has to be taken off for clearly more of
             the base's codes; ``None`` where no other than 1 has.
         matrices: The figures of each matrix of a stack.
@@ -162,6 +166,8 @@ class Figures:
     is_finite: bool
     sample: Sample
     base_codes: float = 0.0
+    is_scaled: bool = False
+    requantized_bits: int = 0
     likelier: float | None = None
     matrices: Sequence[Figures] = ()
 
@@ -169,6 +175,11 @@ class Figures:
     def is_quantized(self) -> bool:
         """Whether it is stored quantized."""
         return self.stored is not None
+
+    @property
+    def is_of_codes(self) -> bool:
+        """Whether its values are those of codes, in which it is stored or was before."""
+        return self.is_quantized or self.requantized_bits > 0
 
     @property
     def leaves(self) -> Sequence[Figures]:

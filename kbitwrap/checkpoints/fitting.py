@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +50,17 @@ def fitting_quantization(
     merged: MergedSide,
     base: StrPath,
     saved: SavedAdapter,
-    dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype | None],
     trust_remote_code: bool = False,
 ) -> Fitting | None:
     """The quantization whose values, with the adapter merged, one weight of a checkpoint holds.
 
     ``None`` where it holds those of the base as it is, or of no quantization of
     bitsandbytes. The base is loaded once, unquantized; of its weights one alone is
-    quantized, in each kind, or the next where that tells none.
+    quantized, in each kind and from each dtype that the run may have had (``None`` for the base's),
+    or the next where that tells none.
     """
-    trained, adapted = _load(base, saved, dtype, trust_remote_code)
+    trained, adapted = _load(base, saved, trust_remote_code)
     side = plain_side(adapted, is_merged=False)
     configs = _configs()
     layers = {}
@@ -67,7 +69,7 @@ def fitting_quantization(
 
     names = _quantized_weights(layers[QuantKind.NF4], side, saved, merged)
     for name in names[:_MOST_WEIGHTS]:
-        nearest = _kind_of(name, layers, adapted, side, merged)
+        nearest = _kind_of(name, layers, dtypes, adapted, side, merged)
         if nearest is not None:
             return Fitting(nearest, configs[nearest])
 
@@ -77,6 +79,7 @@ def fitting_quantization(
 def _kind_of(
     name: str,
     layers: Mapping[QuantKind, _Layers],
+    dtypes: Sequence[torch.dtype | None],
     adapted: nn.Module,
     side: Side,
     merged: MergedSide,
@@ -94,9 +97,9 @@ def _kind_of(
     difference = found - as_it_is
     nearest = None
     least = min(float(difference.norm()), _MOST_OFF * float(as_it_is.norm()))
-    for kind, of_kind in layers.items():
-        layer = of_kind[fqn.removesuffix(_WEIGHT)]
-        in_kind = merged_with(_dequantized(layer, original))
+    for kind, dtype in itertools.product(layers, dtypes):
+        layer = layers[kind][fqn.removesuffix(_WEIGHT)]
+        in_kind = merged_with(_dequantized(layer, original.to(dtype or original.dtype)))
         change = in_kind - as_it_is
         held = float((difference * change).sum() / change.square().sum())
         off = float((found - in_kind).norm())
@@ -117,14 +120,13 @@ def _configs() -> dict[QuantKind, Any]:
 def _load(
     base: StrPath,
     saved: SavedAdapter,
-    dtype: torch.dtype | None,
     trust_remote_code: bool,
 ) -> tuple[TrainedBase, nn.Module]:
     """The base, unquantized, and the same with the adapter on it."""
     with warnings.catch_warnings():
         # the layers that were trained were quantized, and lay otherwise
         warnings.filterwarnings("ignore", r"fan_in_fan_out is set to", UserWarning)
-        return load_adapted(base, saved, None, False, dtype, "cpu", trust_remote_code)
+        return load_adapted(base, saved, None, False, None, "cpu", trust_remote_code)
 
 
 def _quantized_weights(

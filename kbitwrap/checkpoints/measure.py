@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..export.plain import is_transposed
-from ..model.bitsandbytes_layers import codes_of, quantized_layer, share_of_codes
+from ..model.bitsandbytes_layers import (
+    codes_of,
+    has_scales_of_values,
+    quantized_layer,
+    requantized,
+    share_of_codes,
+)
 from ..model.pretrained import last_two
 from ..model.quantization import is_quantized_layer
 from ..model.tree import ModelTree, join
@@ -25,6 +31,8 @@ from .adapters import SavedAdapter
 from .base import TrainedBase
 from .causes import (
     CHANGED,
+    OF_BASE_CODES,
+    OF_DELTA,
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
     TRANSPOSED,
@@ -361,12 +369,34 @@ class _Measuring:
             yield self._compared(fqn, found, after)
 
     def _compared(self, fqn: str, found: Tensor, after: Tensor) -> Figures:
-        """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
-        in_model = self._names_in_model.get(fqn, fqn)
-        layer = self.quantized.get(in_model)
+        """Compare a tensor with what it should be; tell whether a wrong one was merged into quantized weights."""
+        layer = self.quantized.get(self._names_in_model.get(fqn, fqn))
         if layer is not None:
             layer = quantized_layer(layer)  # once, for all that read it here
 
+        figures = self._explained(fqn, found, after, layer)
+        is_asked = figures.delta and figures.is_finite and not figures.is_quantized
+        if layer is None or not is_asked or is_right(figures):
+            return figures
+        if codes_of(layer) is None:  # it was loaded with ``has_fp16_weights``
+            return figures
+
+        values = materialize(found).float()
+        if is_transposed(layer):
+            values = values.mT
+        off = (requantized(layer, values) - values).abs()
+        eps = max(torch.finfo(one).eps for one in (found.dtype, self.dtype))
+        if (off <= eps * values.abs()).float().mean() < OF_BASE_CODES:
+            return figures
+
+        is_int8 = stored_dtype(layer) == torch.int8
+        return dataclasses.replace(figures, requantized_bits=8 if is_int8 else 4)
+
+    def _explained(
+        self, fqn: str, found: Tensor, after: Tensor, layer: nn.Module | None
+    ) -> Figures:
+        """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
+        in_model = self._names_in_model.get(fqn, fqn)
         comparing = functools.partial(
             compare,
             fqn,
@@ -378,6 +408,10 @@ class _Measuring:
             was_quantized=layer is not None,
         )
         figures = comparing(None)
+        own = self.merged.layers.get(in_model)
+        is_untouched = not figures.delta and not figures.trained.is_same
+        if is_untouched and own is not None and is_quantized_layer(own):
+            return self._by_codes(figures, own, materialize(after).float(), None)
         if is_right(figures):
             return figures
 
@@ -396,12 +430,25 @@ class _Measuring:
 
         values = materialize(found).float()
         delta = materialize(after) - materialize(self._trained(fqn)).float()
+        return self._by_codes(figures, layer, values, delta)
+
+    def _by_codes(
+        self, figures: Figures, layer: nn.Module, values: Tensor, delta: Tensor | None
+    ) -> Figures:
+        """Tell a tensor by the codes and scales of a quantized layer."""
+        if delta is None:
+            delta = torch.zeros_like(values)
         if is_transposed(layer):
             values, delta = values.mT, delta.mT
 
+        eps = torch.finfo(self.dtype).eps
+        if figures.stored is None:
+            eps = max(eps, torch.finfo(figures.dtype).eps)
+        allowed = eps * values.abs() + OF_DELTA * delta.abs()
         return dataclasses.replace(
             figures,
             base_codes=share_of_codes(layer, values - delta),
+            is_scaled=not has_scales_of_values(layer, values - delta, allowed),
             likelier=_likelier(layer, values, delta) if figures.delta else None,
         )
 

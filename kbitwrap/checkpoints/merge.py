@@ -48,7 +48,7 @@ from .base import (
 from .beside import are_copies, copy_files, files_beside
 from .measure import measure_merge
 from .reader import load_manifest, saved_manifest
-from .sides import read_merged
+from .sides import MergedSide, read_merged
 
 _CARD = """\
 ---
@@ -208,8 +208,10 @@ def merge_checkpoint(
             _refuse_full_disk(twin.model, others, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size, others)
             trained.finish_check()
-        if check:
-            _refuse_wrong(writer.folder, adapted, saved, trained)
+        copy_files(files, writer.folder)
+        if check:  # which may run code that was copied
+            written = read_merged(writer.folder, trust_remote_code)
+            _refuse_wrong(written, adapted, saved, trained)
         # a manifest that was compared proves the base, whatever its name
         is_proven = trained.check is not None
         other = None if is_proven or saved is None else other_named_base(saved, base)
@@ -222,7 +224,6 @@ def merge_checkpoint(
         notes = [note] if note else []
         if left:
             notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
-        copy_files(files, writer.folder)
         card = _card(name, saved, form, how, merged, device, notes)
         (writer.folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -306,10 +307,13 @@ def _refuse_full_disk(
 
 
 def _refuse_wrong(
-    folder: Path, adapted: nn.Module, saved: SavedAdapter | None, trained: TrainedBase
+    written: MergedSide,
+    adapted: nn.Module,
+    saved: SavedAdapter | None,
+    trained: TrainedBase,
 ) -> None:
     """Raise where the files of a merge are not what it should be."""
-    found = measure_merge(read_merged(folder), adapted, saved, trained)
+    found = measure_merge(written, adapted, saved, trained)
     if found.faults:
         raise ExportError(f"what was written is {found}; nothing was left")
 

@@ -106,11 +106,13 @@ class MergedSide:
     dtype: torch.dtype | None
 
 
-def read_merged(path: Path) -> MergedSide:
-    """A merged checkpoint: read from its files, or, where it is quantized, loaded."""
+def read_merged(path: Path, trust_remote_code: bool = False) -> MergedSide:
+    """A merged checkpoint: read from its files, or, where it is quantized, loaded, maybe by code in its folder."""
     checkpoint = open_checkpoint(path)
     if checkpoint.is_quantized:
-        model, _ = load_pretrained(path, None, checkpoint.dtype)
+        model, _ = load_pretrained(
+            path, None, checkpoint.dtype, trust_remote_code=trust_remote_code
+        )
         return walk_merged(model, str(path))
 
     meta = checkpoint.meta_model()

@@ -9,7 +9,7 @@ import torch
 
 from ..config import Precision, PrepareConfig, StrPath
 from ..errors import ConfigError
-from ..manifest.manifest import MANIFEST_NAME, Manifest
+from ..manifest.manifest import DTYPES_OF_4_BITS, MANIFEST_NAME, Manifest
 from ..model.checks import tree_of
 from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
@@ -56,7 +56,9 @@ def stamp_adapter(
             the adapter's config names.
         quantization_config: How the base was quantized in training, as for
             ``merge_checkpoint``; ``None`` for what the base's own config says, or the one
-            beside the adapter, and not known where these say nothing.
+            beside the adapter, and not known where these say nothing. The dtypes that
+            4-bit layers compute in and are stored in change no weight: those given are
+            not compared.
         dtype: The dtype of what is not quantized; ``None`` for the config's.
         device: The device that was trained on: a GPU and a CPU may quantize a last bit
             differently; ``None`` for the accelerator if there is one, else the CPU.
@@ -105,6 +107,9 @@ def stamp_adapter(
         recorded = _record(trained.model)
         adapted_base(trained, saved)  # which raises for an adapter of another base
 
+    is_given = quantization_config not in (None, False)
+    if is_given and recorded.model.quantization.config.get("load_in_4bit"):
+        unknown.append(DTYPES_OF_4_BITS)
     manifest = recorded.made_afterwards(unknown)
     manifest.save(path)
     return manifest

@@ -49,6 +49,12 @@ FORMAT = "kbitwrap-manifest"
 MANIFEST_NAME = "kbitwrap.json"
 """The name of the file beside an adapter or a checkpoint."""
 VERSIONS = (1, 2)
+DTYPES_OF_4_BITS = "the dtypes that 4-bit layers compute in and are stored in"
+"""The words for them in a manifest that was made afterwards and does not know them: they change no weight."""
+_SETTINGS_OF_4_BITS = (
+    "model.quantization.config.bnb_4bit_compute_dtype",
+    "model.quantization.config.bnb_4bit_quant_storage",
+)
 # Settings that change no result and no storage.
 _OPERATIONAL = {"memory_budget", "audit", "keep_originals", "empty_cache", "progress"}
 MAX_BYTES = 128 << 20
@@ -316,6 +322,10 @@ class Manifest(Report, Record):
             }
 
         ignored = ["model.name_or_path", *unknown]
+        read = as_loaded
+        if DTYPES_OF_4_BITS in self.unknown:
+            ignored += _SETTINGS_OF_4_BITS
+            read = self._as_loaded_in_any_storage
         recorded = self.versions.get("transformers")
         installed = versions().get("transformers")
         is_same = self.model.config_sha256 == current.config_sha256
@@ -332,9 +342,7 @@ class Manifest(Report, Record):
         ours = _identity(self.model, self.adapters if adapters else {})
         theirs = _identity(current, contents.adapters if adapters else {})
 
-        found = compare(
-            recorded_tensors, contents.tensors, as_loaded, ours, theirs, ignored
-        )
+        found = compare(recorded_tensors, contents.tensors, read, ours, theirs, ignored)
         if found:
             raise ManifestMismatchError(
                 f"this {current.class_name} is not the model that was prepared: "
@@ -342,6 +350,13 @@ class Manifest(Report, Record):
                 f"from {self.model.name_or_path!r}",
                 **vars(found),
             )
+
+    def _as_loaded_in_any_storage(self, tensor: TensorRecord) -> dict[str, Any]:
+        """The values of a tensor to compare, where the storage of 4-bit weights is not known: a digest is of bytes."""
+        values = as_loaded(tensor)
+        if f"{tensor.fqn}.quant_map" in self.rows:
+            del values["shape"], values["original_dtype"]
+        return values
 
     def diff(self, other: Manifest) -> ManifestDiff:
         """Compare two manifests.

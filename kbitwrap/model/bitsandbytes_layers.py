@@ -330,6 +330,63 @@ def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
     return float(num_same) / (2 * len(differing))
 
 
+def requantized(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    """Values after they are quantized as a bitsandbytes layer is, but for double quantization, and dequantized."""
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    state = quant_state_of(module, module.get_parameter("weight"))
+    if state is None:
+        codes, scales, _ = functional.int8_vectorwise_quant(values.half())
+        return codes.float() * scales.view(-1, 1) / 127  # type: ignore[no-any-return]
+
+    packed, own = functional.quantize_4bit(
+        values.float().contiguous(),
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+    )
+    return functional.dequantize_4bit(packed, own)  # type: ignore[no-any-return]
+
+
+def has_scales_of_values(
+    module: nn.Module, values: torch.Tensor, allowed: torch.Tensor
+) -> bool:
+    """Whether a bitsandbytes layer has the scales that its values give, block by block; one without any has.
+
+    ``allowed`` is how far each value may be off; double quantization adds half of the
+    distance between its codes, but for the mean of the scales.
+    """
+    module = quantized_layer(module)
+    weight = unpacked_copy(module.get_parameter("weight"))
+    state = quant_state_of(module, weight)
+    size = weight.shape[1] if state is None else state.blocksize
+
+    def largest(of_values: torch.Tensor) -> torch.Tensor:
+        padded = nn.functional.pad(
+            of_values.flatten().abs(), (0, -values.numel() % size)
+        )
+        return padded.view(-1, size).amax(1)
+
+    scales, most = largest(values), largest(allowed)
+    if state is None and weight.dtype != torch.int8:
+        return True
+    if state is None:
+        own = _scales_of_rows(module, weight).float()
+        return bool(((scales - own).abs() <= most).all())
+
+    own = _scales_of_blocks(state).float()
+    if state.nested:
+        if (scales.mean() - state.offset).abs() > most.mean():
+            return False
+        outer = state.state2
+        gaps = outer.code.diff()
+        widest = torch.maximum(
+            nn.functional.pad(gaps, (0, 1)), nn.functional.pad(gaps, (1, 0))
+        )
+        largest_off = outer.absmax.repeat_interleave(outer.blocksize)[: len(own)]
+        most = most + widest[state.absmax.long()] / 2 * largest_off
+
+    return bool(((scales - own).abs() <= most).all())
+
+
 @dataclass
 class StateOwner:
     """An object beside a layer that holds quantization state of it."""

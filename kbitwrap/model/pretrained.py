@@ -102,7 +102,8 @@ def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
     for name, parameter in inspect.signature(type(config)).parameters.items():
         default = parameter.default
         is_size = type(default) is int and default > 1 and _SIZES.search(name)
-        if is_size and name not in given and getattr(config, name, None) == default:
+        is_given = config.attribute_map.get(name, name) in given
+        if is_size and not is_given and getattr(config, name, None) == default:
             left.append(f"{name} {default}")
 
     if not left:

@@ -61,6 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         adapted = peft.get_peft_model(model, lora)
         adapted.save_pretrained(folder / "adapter")
         prepared.export(folder / "exported", merge_adapters=True)
+        model = adapted.unload()
+    narrow = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(model, narrow).save_pretrained(folder / "narrow")
     yield folder
     patch.undo()
 
@@ -82,6 +85,15 @@ def test_its_code_runs_only_where_that_is_asked_for(run: Path, tmp_path: Path) -
         assert report.merge is not None
         assert report.merge.onto == "trained"
         assert not report.findings
+
+
+def test_a_merge_that_stays_quantized_is_checked_and_examined_by_its_code(run: Path, tmp_path: Path) -> None:
+    base, adapter, merged = run / "base", run / "narrow", tmp_path / "merged"
+    options = {"quantization_config": NF4, "trust_remote_code": True}
+    merge_checkpoint(base, adapter, merged, merge_as="mixed", check=True, **options)
+    report = doctor(merged, base=base, adapter=adapter, **options)
+    assert report.merge is not None
+    assert (report.merge.onto, report.findings) == ("trained", ())
 
 
 def test_the_commands_take_the_option(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

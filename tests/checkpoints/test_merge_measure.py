@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from kbitwrap import DoctorReport, doctor, merge_checkpoint
+from kbitwrap.bench.settings import quantization_config
 from kbitwrap.checkpoints.causes import Causes, is_right
 from kbitwrap.checkpoints.figures import Figures, compare
 from support import zoo
@@ -314,6 +316,30 @@ def test_requantized_weights_say_what_is_left(name: str, merges: Callable[[str],
     assert {one.bits for one in report.merge.tensors.values()} == {4}
 
 
+@pytest.mark.parametrize(
+    ("quant", "name", "stored"),
+    [
+        ("nf4", "llama", torch.bfloat16),
+        ("nf4-double", "opt", torch.float16),
+        ("fp4", "llama", torch.float32),
+        ("int8", "llama", torch.bfloat16),
+    ],
+)
+def test_a_merge_in_quantized_weights_that_was_dequantized_is_told(
+    quant: str, name: str, stored: torch.dtype, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges(name)
+    shutil.copytree(run.folder / "adapter", tmp_path / "adapter", ignore=shutil.ignore_patterns("kbitwrap.json"))
+    merged = PeftModel.from_pretrained(load(name, quant), tmp_path / "adapter").merge_and_unload().dequantize()
+    merged.to(stored).save_pretrained(tmp_path / "merged")
+    settings = quantization_config(quant, torch.bfloat16)
+    report = doctor(
+        tmp_path / "merged", base=run.folder / "base", adapter=tmp_path / "adapter", quantization_config=settings
+    )
+    causes = {finding.what for finding in report.findings}
+    assert causes == {f"an adapter was merged into {'quantized' if quant == 'int8' else '4-bit'} weights"}
+
+
 @pytest.mark.parametrize("merge_as", ["mixed", "quantized"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_merges_whose_layers_stay_quantized_are_right(
@@ -344,6 +370,47 @@ def test_a_quantized_merge_of_another_multiple_of_the_delta_is_found(
     merge_checkpoint(run.folder / "base", tmp_path / "adapter", tmp_path / "merged", merge_as="quantized")
     report = run.examine(tmp_path / "merged")
     assert [finding.what for finding in report.findings] != []
+
+
+def scale_statistics(merged: Path, fqn: str, scale: float) -> None:
+    """Scale the statistics of a quantized weight, and leave its codes."""
+    tensors = {name: tensor.clone() for name, tensor in tensors_of(merged).items()}
+    for name in (f"{fqn}.absmax", f"{fqn}.nested_absmax", f"{fqn.removesuffix('weight')}SCB"):
+        if name in tensors and tensors[name].is_floating_point():
+            tensors[name] *= scale
+    for name in tensors:
+        if name.startswith(f"{fqn}.quant_state"):
+            state = json.loads(bytes(tensors[name].tolist()))
+            state |= {"nested_offset": state.get("nested_offset", 0.0) * scale}
+            tensors[name] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "int8"])
+def test_a_quantized_layer_that_was_scaled_though_no_adapter_touches_it_is_found(
+    quant: str, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges("llama")
+    base, adapter, fqn = tmp_path / "base", tmp_path / "adapter", "model.layers.0.mlp.up_proj.weight"
+    load("llama", quant).save_pretrained(base)
+    shutil.copytree(run.folder / "adapter", adapter, ignore=shutil.ignore_patterns("kbitwrap.json"))
+    half = reload_and_merge(run, torch.bfloat16, tmp_path / "half")
+    quantized = tmp_path / "quantized"
+
+    def named(merged: Path) -> bool:
+        report = doctor(merged, base=base, adapter=adapter)
+        return any(fqn in finding.evidence for finding in report.findings)
+
+    right = tensors_of(half)
+    for scale, num_rows in ((1.0, None), (1.1, None), (0.97, None), (1.1, 1)):
+        broken = {name: tensor.clone() for name, tensor in right.items()}
+        broken[fqn][:num_rows] *= scale
+        save_file(broken, half / "model.safetensors", metadata={"format": "pt"})
+        assert named(half) == (scale != 1)
+    for scale in (1.0, 1.1, 0.97):
+        merge_checkpoint(base, adapter, quantized, merge_as="quantized", overwrite=True)
+        scale_statistics(quantized, fqn, scale)
+        assert named(quantized) == (scale != 1)
 
 
 def test_a_quantized_merge_that_cannot_be_loaded_is_a_finding(merges: Callable[[str], Run], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from peft import PeftModel, get_peft_model
 
-from kbitwrap import DoctorReport, KbitPreparedModel, doctor, merge_checkpoint
+from kbitwrap import DoctorReport, KbitPreparedModel, QuantKind, doctor, merge_checkpoint
 from support import zoo
 from support.merging import jitter
 from support.thorough import few
@@ -107,3 +107,34 @@ def test_every_method_that_peft_merges_is_measured(method: str, dtype: torch.dty
             tmp_path / merged, base=tmp_path / "base", adapter=tmp_path / "adapter", quantization_config=False
         )
         assert assert_right(report) == "trained"
+
+
+@pytest.mark.parametrize("quantization", ["given", "fitting"])
+@pytest.mark.parametrize(
+    ("base", "run", "copy"),
+    [
+        ("bfloat16", "bfloat16", "float16"),
+        ("bfloat16", "float32", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("float16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", "float32", "bfloat16"),
+        ("float32", "bfloat16", "float16"),
+    ],
+)
+def test_a_right_merge_has_no_finding_in_any_dtype_of_base_run_and_copy(
+    base: str, run: str, copy: str, quantization: str, tmp_path: Path
+) -> None:
+    model_class = transformers.LlamaForCausalLM
+    model = model_class.from_pretrained(zoo.checkpoint("llama"), dtype=base, num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, zoo.lora_config("llama"))
+    jitter(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    nf4 = transformers.BitsAndBytesConfig(**QuantKind.NF4.settings)
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", quantization_config=nf4, dtype=run)
+    model_class.from_pretrained(tmp_path / "ours", dtype=copy).save_pretrained(tmp_path / "copy")
+    given = nf4 if quantization == "given" else None
+    report = doctor(tmp_path / "copy", base=tmp_path / "base", adapter=tmp_path / "adapter", quantization_config=given)
+    assert assert_right(report) == "trained"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from kbitwrap import (
     ConfigError,
@@ -16,6 +16,7 @@ from kbitwrap import (
     Manifest,
     ManifestError,
     ManifestMismatchError,
+    QuantKind,
     doctor,
     merge_checkpoint,
     stamp_adapter,
@@ -63,6 +64,28 @@ def test_what_nothing_proves_is_unknown(run: Path) -> None:
     assert_same_model(run / "out", run / "live")
     with pytest.raises(ManifestError, match="says nothing of how the model was prepared"):
         KbitPreparedModel.from_manifest(zoo.load("llama", quant=None), manifest)
+
+
+@pytest.mark.parametrize("dtypes", [{}, {"compute": torch.bfloat16}, {"storage": torch.bfloat16}])
+def test_a_stamp_of_a_kind_takes_the_base_of_the_run_in_any_compute_and_storage_dtype(
+    run: Path, dtypes: dict[str, torch.dtype]
+) -> None:
+    kind = QuantKind.NF4.settings
+    stamp_adapter(run / "adapter", quantization_config=BitsAndBytesConfig(**kind))
+    manifest = Manifest.load(run / "adapter" / "kbitwrap.json")
+
+    def load(**settings: Any) -> Any:
+        config = BitsAndBytesConfig(
+            **{**kind, **settings},
+            bnb_4bit_compute_dtype=dtypes.get("compute"),
+            bnb_4bit_quant_storage=dtypes.get("storage"),
+        )
+        return LlamaForCausalLM.from_pretrained(run / "base", quantization_config=config, dtype=torch.bfloat16)
+
+    manifest.check(load())
+    for settings in ({"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": True}):
+        with pytest.raises(ManifestMismatchError):
+            manifest.check(load(**settings))
 
 
 def test_a_manifest_is_never_replaced(run: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, prepare_model_for_kbit_training
 from rich.cells import cell_len
 from transformers import TrainingArguments
@@ -423,6 +424,18 @@ def test_a_model_that_cannot_be_planned_for_as_asked_is_refused_with_the_whole_r
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mellum", "qwen3_vl_moe_text"])
+@pytest.mark.parametrize("written", ["num_local_experts", "num_experts"])
+def test_sizes_that_stand_in_a_config_under_another_name_are_not_missing(
+    name: str, written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.CONFIG_MAPPING[name](num_hidden_layers=1)
+    fields = {"num_experts": config.num_experts, **config.to_dict()}
+    del fields[({"num_local_experts", "num_experts"} - {written}).pop()]
+    found = run_json(capsys, saved(tmp_path, fields))
+    assert not [warning for warning in found["plans"]["none"]["warnings"] if "its config lacks" in warning]
 
 
 WARNED_OF = [
