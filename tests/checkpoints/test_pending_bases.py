@@ -257,8 +257,7 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
     # As few values at a time as of tensors that are a hundred times as large.
     monkeypatch.setattr(layers_module, "_AT_ONCE", 1 << 14)
     monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(bits_module, "_BLOCK", 1 << 13)
-    monkeypatch.setattr(bits_module, "_PIECE", 1 << 16)  # whole blocks of 8 bytes a word
+    monkeypatch.setattr(bits_module, "_PIECE", 1 << 16)
     config = transformers.LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, vocab_size=512
     )
