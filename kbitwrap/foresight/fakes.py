@@ -215,6 +215,15 @@ def _is_finite(name: str, args: Any) -> bool | None:
     return None
 
 
+_DRAWN = "_kbitwrap_drawn"  # the attribute of a tensor of numbers drawn from [0, 1)
+
+
+def _is_dropped(name: str, args: Any) -> bool | None:
+    """Answer whether drawn numbers are below a rate, as layers are dropped: none is below 0; ``None`` of all else."""
+    is_of_draw = name == "aten::lt.Scalar" and hasattr(args[0], _DRAWN)
+    return False if is_of_draw and args[1] <= 0 else None
+
+
 class KnownValues(TorchDispatchMode):
     """Computes for real what depends on no weight and no activation, such as positions, so that models may ask for it.
 
@@ -281,13 +290,17 @@ class KnownValues(TorchDispatchMode):
             return 1.0
         if name == "aten::index.Tensor":
             args = args[0], self._positions(args[1])
-        answer = _is_finite(name, args)
+        answer = _is_dropped(name, args)
+        if answer is None:
+            answer = _is_finite(name, args)
+            self.has_assumed |= answer is not None
         if answer is not None:
-            self.has_assumed = True
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
         computed = func(*args, **kwargs)
         output = _as_computed(name, args, computed)
+        if name == "aten::rand":
+            setattr(output, _DRAWN, True)
         written = list(filter(_is_real, _written(func, args, kwargs)))
         for tensor in written:
             self.forget(tensor)
