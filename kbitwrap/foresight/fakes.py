@@ -74,10 +74,21 @@ def _bags(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     return output[0].to(weight.dtype), *output[1:]
 
 
+def _counts(indices: Tensor, weights: Any = None, minlength: int = 0) -> Any:
+    """The counts of indices that are all below the number of counts asked for, as those of experts are."""
+    if not minlength:
+        return _aten.bincount.default(indices, weights)  # which torch refuses
+    dtype = torch.int64
+    if weights is not None:
+        dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
+    return indices.new_empty(minlength, dtype=dtype)
+
+
 _SHAPES: dict[str, Callable[..., Any]] = {
     "aten::_embedding_bag_forward_only": _bags,
     "aten::_grouped_mm": _grouped_product,
     "aten::_ctc_loss.Tensor": _alignments,
+    "aten::bincount": _counts,
 }
 """Functions that make the outputs of operations whose shapes torch does not tell of tensors without values."""
 
@@ -204,6 +215,15 @@ def _is_finite(name: str, args: Any) -> bool | None:
     return None
 
 
+_DRAWN = "_kbitwrap_drawn"  # the attribute of a tensor of numbers drawn from [0, 1)
+
+
+def _is_dropped(name: str, args: Any) -> bool | None:
+    """Answer whether drawn numbers are below a rate, as layers are dropped: none is below 0; ``None`` of all else."""
+    is_of_draw = name == "aten::lt.Scalar" and hasattr(args[0], _DRAWN)
+    return False if is_of_draw and args[1] <= 0 else None
+
+
 class KnownValues(TorchDispatchMode):
     """Computes for real what depends on no weight and no activation, such as positions, so that models may ask for it.
 
@@ -256,27 +276,31 @@ class KnownValues(TorchDispatchMode):
         if output is not UNTOLD:
             return output
         name = func.name()
-        if name in _SHAPES:
-            return _SHAPES[name](*args, **kwargs)
         if name == "aten::embedding" and self._is_known(args[1]):
             _refuse_beyond(*args)
         is_order = self._gives_figures and name == "aten::randperm"
         if is_order or self._is_for_real(func, args, kwargs):
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        if name in _SHAPES:
+            return _SHAPES[name](*args, **kwargs)
         is_read = self._gives_figures and name == "aten::_local_scalar_dense"
         if is_read and args[0].is_floating_point():
             self.has_given = True
             return 1.0
         if name == "aten::index.Tensor":
             args = args[0], self._positions(args[1])
-        answer = _is_finite(name, args)
+        answer = _is_dropped(name, args)
+        if answer is None:
+            answer = _is_finite(name, args)
+            self.has_assumed |= answer is not None
         if answer is not None:
-            self.has_assumed = True
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
         computed = func(*args, **kwargs)
         output = _as_computed(name, args, computed)
+        if name == "aten::rand":
+            setattr(output, _DRAWN, True)
         written = list(filter(_is_real, _written(func, args, kwargs)))
         for tensor in written:
             self.forget(tensor)

@@ -22,6 +22,7 @@ from support.repacked import repacked
 pytestmark = [
     # Training on after `restore` is not what these do.
     pytest.mark.filterwarnings("ignore:restore\\(\\) made:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),  # 5.23 renames it
     pytest.mark.filterwarnings("ignore:Unmerge lora module to 4-bit:UserWarning:peft"),
 ]
 
@@ -179,7 +180,7 @@ def cache_off(folder: Path) -> Path:
 
 def cache_off_for_training(folder: Path) -> Path:
     model = zoo.load("llama", quant=None)
-    trainer = trainers.trainer_for(trainers.adapt(model), folder / "out", activation_checkpointing=True)
+    trainer = trainers.trainer_for(trainers.adapt(model), folder / "out", gradient_checkpointing=True)
     trainer.train()
     trainer.model.merge_and_unload().save_pretrained(folder)
     return folder

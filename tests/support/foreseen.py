@@ -62,9 +62,12 @@ def predicted(cell: Cell, model: Any, args: Any, **options: Any) -> StepMemory:
 
 def prepared(cell: Cell, model: Any, args: Any) -> KbitPreparedModel:
     """The model, prepared with the checkpointing of the trainer's arguments."""
-    checkpointing = {"gradient_checkpointing": args.activation_checkpointing}
-    if args.activation_checkpointing_kwargs is not None:
-        checkpointing["gradient_checkpointing_kwargs"] = args.activation_checkpointing_kwargs
+    # transformers 5.23 and later call the two fields `activation_checkpointing…`
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    checkpointing = {"gradient_checkpointing": getattr(args, name)}
+    kwargs = getattr(args, f"{name}_kwargs")
+    if kwargs is not None:
+        checkpointing["gradient_checkpointing_kwargs"] = kwargs
     return KbitPreparedModel(model, precision=cell.way, **checkpointing).prepare()
 
 
