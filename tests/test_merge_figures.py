@@ -76,7 +76,8 @@ def test_a_merge_that_is_measured_is_the_adapter_model(merges: Any, figures: Any
     assert figures_of_adapter["delta"] == pytest.approx(0.02, rel=0.05)
     assert figures_of_adapter["loss"] < bench.loss(bench.before)
     found = {way: bench.measure(way) for way in (merges.HALF, merges.QUANTIZED, merges.PEFTS, merges.RELOAD)}
-    assert found[merges.HALF]["gain"] == pytest.approx(1, abs=0.02)
+    # The gain itself is 0.008 nats here, and rounding in bfloat16 moves a loss of 512 bytes by a tenth of that.
+    assert found[merges.HALF]["divergence"] < 0.005 * figures_of_adapter["divergence"]
     divergences = [one["divergence"] for one in found.values()]
     assert found[merges.HALF]["divergence"] == min(divergences)
     assert found[merges.PEFTS]["divergence"] == max(divergences)

@@ -7,10 +7,11 @@ which docstring of a batch is a function's. So both have a loss, and a divergenc
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +144,26 @@ class Llama(Subject):
         rows = torch.randint(len(self.text.training), (self.settings.batch_size,), generator=generator)
         return bench.next_byte_loss(model, self.text.training[rows], is_autocast=True)[0]
 
-    @torch.no_grad()
     def predictions(self, model: Any) -> Tensor:
-        _, logits = bench.next_byte_loss(model.eval(), self.text.held_out, is_autocast=False)
-        return F.log_softmax(logits.float(), -1).flatten(0, 1)
+        with kernel_of_training(model.eval()):
+            _, logits = bench.next_byte_loss(model, self.text.held_out, is_autocast=False)
+        return F.log_softmax(logits.detach().float(), -1).flatten(0, 1)
 
     @property
     def right(self) -> Tensor:
         return self.text.held_out[:, 1:].flatten()
+
+
+@contextlib.contextmanager
+def kernel_of_training(model: Any) -> Iterator[None]:
+    """Have 4-bit layers compute as in training: bitsandbytes has other kernels where no input needs a gradient."""
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
 
 
 class MiniLM(Subject):
@@ -182,11 +195,11 @@ class MiniLM(Subject):
             found = self._batch(model, [self.training[number] for number in numbers])
         return F.nll_loss(found, torch.arange(NUM_PAIRS))
 
-    @torch.no_grad()
     def predictions(self, model: Any) -> Tensor:
-        model.eval()
         starts = range(0, NUM_HELD_OUT * HELD_OUT_PAIRS, HELD_OUT_PAIRS)
-        return torch.cat([self._batch(model, self.held_out[start : start + HELD_OUT_PAIRS]) for start in starts])
+        with kernel_of_training(model.eval()):
+            batches = (self._batch(model, self.held_out[start : start + HELD_OUT_PAIRS]) for start in starts)
+            return torch.cat([batch.detach() for batch in batches])
 
     @property
     def right(self) -> Tensor:

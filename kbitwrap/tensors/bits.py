@@ -390,8 +390,8 @@ def _block_sums(data: torch.Tensor, num_bytes: int) -> torch.Tensor:
     bounds = [*range(0, num_whole, _PIECE), num_whole, num_bytes]
     sums = []
     # To take new memory for each piece can cost more than the arithmetic.
-    longest = max((end - start for start, end in itertools.pairwise(bounds)), default=0)
-    buffers = factors.new_empty(2, longest // 8)
+    longest = max(_PIECE, 8 * _BLOCK)
+    buffers = factors.new_empty(2, min(num_bytes, longest) // 8)
     for start, end in itertools.pairwise(bounds):
         if start == end:
             continue
