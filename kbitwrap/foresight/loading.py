@@ -56,23 +56,18 @@ def loading_bytes(model: Any) -> int | None:
         model: The model as ``meta_model`` builds it.
 
     Returns:
-        The bytes; ``None`` where it is not known: another version of transformers,
-        another quantization, or files that are dequantized.
+        The bytes; ``None`` where it is not known: another quantization than
+        bitsandbytes', or files that are dequantized.
     """
     quantizer = getattr(model, "hf_quantizer", None)
-    names = _names_in_files(model)
     is_dequantized = DEQUANTIZED_BY in vars(model)
-    if (
-        names is None
-        or is_dequantized
-        or not (quantizer is None or is_followed(quantizer))
-    ):
+    if is_dequantized or not (quantizer is None or is_followed(quantizer)):
         return None
     quantizes = quantizer is not None and not quantizer.pre_quantized
     rises = []
     known: dict[Hashable, _Rise] = {}
     warm_tables()
-    for loaded in _in_order(model, names):
+    for loaded in _in_order(model, _names_in_files(model)):
         if loaded.key not in known:
             rise = _rise(loaded)
             known[loaded.key] = rise if quantizes else _read_ahead(loaded, rise)
@@ -170,13 +165,11 @@ class _Names(NamedTuple):
     renamed: dict[str, str]
 
 
-def _names_in_files(model: Any) -> _Names | None:
-    """Read how transformers converts the files of a model; ``None`` before version 5, which loads in another way."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-    except ImportError:
-        return None
+def _names_in_files(model: Any) -> _Names:
+    """Read how transformers converts the files of a model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
     names = _Names({}, {})
     for conversion in get_model_conversion_mapping(model):
         first = conversion.source_patterns[0].lstrip("^").replace("\\.", ".")
