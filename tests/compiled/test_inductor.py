@@ -54,6 +54,8 @@ def test_a_compiled_step_has_one_graph_also_after_a_suspension(precision: Precis
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
+# Of the versions that transformers compares for its experts.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function:UserWarning")
 @pytest.mark.parametrize("name", few(zoo.CORE, ["gemma2", "mixtral"]))
 def test_compute_has_the_numbers_of_full_after_a_model_of_the_class_was_compiled_in_half(name: str) -> None:
     def losses(precision: str) -> list[torch.Tensor]:
