@@ -9,7 +9,7 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,7 +196,7 @@ def to_float32(value: Any) -> Any:
 
 
 def float32_shell(
-    module: nn.Module, upcast: Callable[[Any], Any], classes: Mapping[type, type]
+    module: nn.Module, upcast: Callable[[Any], Any], classes: dict[type, type]
 ) -> nn.Module:
     """An object like the module, with half parameters upcast.
 
@@ -206,9 +206,12 @@ def float32_shell(
     Args:
         module: A module.
         upcast: Upcasts a tensor.
-        classes: The classes of shells, by those of the module and its children.
+        classes: The classes of shells, by those of the module and its children; it is added to.
     """
-    shell: nn.Module = object.__new__(classes[type(module)])
+    cls = type(module)
+    if cls not in classes:  # FSDP2 and others give a module a class of its own later
+        classes[cls] = _shell_class(cls)
+    shell: nn.Module = object.__new__(classes[cls])
     parameters = {}
     for name, parameter in module._parameters.items():
         if parameter is not None and not is_quantized_parameter(parameter):
@@ -222,8 +225,8 @@ def float32_shell(
     object.__setattr__(shell, "_parameters", parameters)
     object.__setattr__(shell, "_buffers", dict(module._buffers))
     object.__setattr__(shell, "_modules", children)
-    object.__setattr__(shell, "_module", module)
-    object.__setattr__(shell, "_upcast", upcast)
+    object.__setattr__(shell, "_kbitwrap_module", module)
+    object.__setattr__(shell, "_kbitwrap_upcast", upcast)
     return shell
 
 
@@ -234,9 +237,11 @@ def _shell_class(cls: Any) -> type:
         for held in (shell._parameters, shell._buffers, shell._modules):
             if name in held:
                 return held[name]
-        value = getattr(shell._module, name)
+        value = getattr(shell._kbitwrap_module, name)
         # FSDP1 has views of a weight in place of the parameter.
-        return shell._upcast(value) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return shell._kbitwrap_upcast(value)
+        return value
 
     return type(cls.__name__, (cls,), {"__getattr__": getattr_of_shell})
 

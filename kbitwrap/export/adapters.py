@@ -65,9 +65,9 @@ class ActiveLayer:
 
     @property
     def delta(self) -> Hashable:
-        """What plain LoRA adds to a weight: the digests of its factors, that of the rows first, and their scale.
+        """The digests of the factors by which plain LoRA changes a weight, the rows' first, and their scale.
 
-        ``None`` of another method.
+        It is ``None`` for another method.
         """
         if self.kind not in _FACTORS or self.parameter is not None or self.variants:
             return None

@@ -120,7 +120,7 @@ class MergedModule:
         return type(self.source), *kinds
 
     def delta(self, name: str) -> Hashable:
-        """What its adapters add to a parameter, told by the values of their factors.
+        """Identify what adapters add to a parameter, by the values of their factors.
 
         It is ``None`` where that is not known: of methods other than plain LoRA.
         """

@@ -104,7 +104,7 @@ def refuse_replaced(model: Any) -> None:
 
 
 def refuse_hqq_files(folder: Any) -> None:
-    """Refuse a folder with layers that HQQ wrote: its config does not say so, and loading makes them anew.
+    """Refuse a folder with layers that HQQ wrote: its config does not say so, and loading initializes them.
 
     Args:
         folder: The folder; what is none, or holds no file that can be read, is let through.

@@ -391,6 +391,15 @@ def test_it_compiles_without_a_break(kind: str, input_dtype: Any, backend: str, 
     assert torch.is_grad_enabled()
 
 
+def test_a_norm_that_gets_another_class_later_computes_the_same() -> None:
+    norm, inputs = make("Llama"), make_inputs("Llama", torch.bfloat16)
+    install(norm)
+    expected = norm(*inputs)
+    norm.__class__ = type("FSDPLlamaRMSNorm", (type(norm),), {})  # as FSDP2 does
+    norm._module = None  # a name of others
+    assert_same_bits(norm(*inputs), expected)
+
+
 def test_it_compiles_inside_a_model_under_autocast(fresh_compiler: None) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make("LayerNorm"), nn.Linear(WIDTH, WIDTH)).bfloat16()
     (x,) = make_inputs("LayerNorm", torch.bfloat16)
