@@ -21,6 +21,7 @@ from kbitwrap import StateError
 from kbitwrap.edits.stand_ins import UpcastChange
 from kbitwrap.model.records import Records
 from kbitwrap.tensors.upcast import UpcastTensor
+from support.memory import profiler
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -140,7 +141,7 @@ def test_in_pieces_every_piece_is_a_whole_number_of_columns(width: int) -> None:
 def test_the_float32_copies_alive_at_once_are_bounded(chunk_bytes: int | None) -> None:
     half, _ = pair(nn.Linear(64, 2000, bias=False, dtype=torch.bfloat16), chunk_bytes)
     x = torch.randn(1, 64)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with profiler() as profile:
         run(half, x)
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     # Without pieces the weight itself; with them nothing larger than the logits.
@@ -152,8 +153,7 @@ def test_the_float32_copies_alive_at_once_are_bounded(chunk_bytes: int | None) -
 def test_under_autocast_there_is_no_float32_copy(dtype: torch.dtype, is_inference: bool) -> None:
     half, _ = pair(nn.Linear(64, 2000, bias=False, dtype=dtype), chunk_bytes=64 * 4 * 10)
     x = torch.randn(1, 64)
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler as profile, torch.inference_mode(is_inference), torch.autocast("cpu", torch.bfloat16):
+    with profiler() as profile, torch.inference_mode(is_inference), torch.autocast("cpu", torch.bfloat16):
         y = half(x)
     assert y.dtype == torch.bfloat16
     # Autocast's own copy in its dtype, the one that it makes of a float32 weight as well.

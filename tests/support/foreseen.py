@@ -11,7 +11,7 @@ import torch
 
 from kbitwrap import KbitPreparedModel, StepMemory, StepTracker, predict_step
 from support import zoo
-from support.memory import peak, sizes_in
+from support.memory import peak, profiler, sizes_in
 
 Figures = dict[str, Any]
 # TRL 1.16 and older callers set the field by the name that transformers 5.23 deprecates.
@@ -113,7 +113,7 @@ def tracked(trainer: Any, at: int = 1) -> StepTracker:
 
 def allocated(trainer: Any) -> int:
     """The most that torch's allocator gives out in the second step of a training, beyond what it had given before."""
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    profile = profiler()
     around_step(trainer, lambda *_: profile.__enter__(), lambda: profile.__exit__(None, None, None))
     return peak(sizes_in(profile))
 
