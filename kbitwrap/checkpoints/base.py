@@ -188,13 +188,20 @@ def load_base(
 
 
 def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
-    """The tensors in the files of a base that a model of it has no place for, by name."""
+    """The tensors in the files of a base that a model of it has no place for, by name.
+
+    Of a model that is a part of the base, those of other parts are not among them.
+    """
     checkpoint = files_of_base(source)
     if checkpoint is None:
         return {}
 
     tensors = checkpoint.tensors
-    names = unexpected_names(model, tensors, is_quantized=checkpoint.is_quantized)
+    is_quantized = checkpoint.is_quantized
+    names = unexpected_names(model, tensors, is_quantized=is_quantized)
+    whole = checkpoint.meta_model() if names else None
+    if whole is not None and type(whole.config) is not type(model.config):
+        names = unexpected_names(whole, names, is_quantized=is_quantized)
     return {name: tensors[name] for name in names}
 
 

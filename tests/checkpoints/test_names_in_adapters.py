@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from kbitwrap import ConfigError, KbitPreparedModel, merge_checkpoint
+from kbitwrap import ConfigError, KbitPreparedModel, doctor, merge_checkpoint
 from support import zoo
 from support.files import tensors_of
 from support.merging import assert_same_model, export, jitter
@@ -131,7 +131,11 @@ def test_an_adapter_of_a_part_of_the_base_is_merged_into_that_part(
     assert type(model).__name__ == name
     train(model, tmp_path, target_modules=["q_proj"], task_type=task_type)
     for merged in (merge(tmp_path, NF4), merge(tmp_path, None, tmp_path / "kbitwrap.json")):
-        assert_same_model(merged, tmp_path / "live", tmp_path / "base")
+        assert_same_model(merged, tmp_path / "live")
+        # Nothing is missing of a part, which other parts of the base are not of.
+        assert not doctor(
+            merged, base=tmp_path / "base", adapter=tmp_path / "adapter", quantization_config=NF4
+        ).findings
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # of PEFT's conversion
