@@ -3,11 +3,11 @@
     python docs/figures clients FOLDER              write the models, and transformers' logits beside each
     CLIENT_PYTHON docs/figures/clients.py FOLDER    compare what the client does that this Python has installed
 
-A client is an older transformers (with bitsandbytes for what is quantized), or mlx-lm. With `LLAMA_CPP=FOLDER`, that of
-llama.cpp's sources, what its converter writes is compared with what it writes of the base. Each base has random weights
-and the config of a model on the hub, from before transformers 5. The second command prints, for each written model, how
-far the logits are off in parts of their length, and names what the client cannot read of the base either. Its status is
-1 where a client reads a base and computes something else from what was written of it.
+A client is an older transformers (with bitsandbytes for what is quantized), mlx-lm, or, where `LLAMA_CPP` names the folder
+of its sources, llama.cpp: its converter, and its library in xllamacpp. Each base has random weights and the config of a
+model on the hub, from before transformers 5. The second command prints, for each written model, how far the
+log-probabilities are off in parts of their length, and names what the client cannot read of the base either. Its status
+is 1 where a client reads a base and computes something else from what was written of it.
 """
 
 from __future__ import annotations
@@ -210,51 +210,65 @@ def by_mlx(folder: Path) -> Any:
     return numpy.array(model(mx.array(TOKENS))[0])
 
 
-def gguf_of(folder: Path) -> tuple[dict[str, Any], set[str]]:
-    """The fields and the names of tensors that llama.cpp's converter writes, without a vocabulary."""
+def by_llama_cpp(folder: Path) -> Any:
+    """The logarithms of the probabilities, after all tokens, that llama.cpp computes from what its converter writes."""
+    import xllamacpp
+
     sys.path[:0] = [os.environ["LLAMA_CPP"], f"{os.environ['LLAMA_CPP']}/gguf-py"]
     conversion, gguf = importlib.import_module("conversion"), importlib.import_module("gguf")
+    vocabulary = range(_SHAPE["vocab_size"])
+
+    def set_vocab(self: Any) -> None:
+        self.gguf_writer.add_tokenizer_model("llama")
+        self.gguf_writer.add_token_list([f"<{token}>" for token in vocabulary])
+        self.gguf_writer.add_token_scores([0.0 for _ in vocabulary])
+        self.gguf_writer.add_token_types([gguf.TokenType.NORMAL for _ in vocabulary])
+
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     own = conversion.get_model_class(architecture)
-    fields = {"model_arch": own.model_arch, "set_vocab": own._set_vocab_none}
     path = folder / "model.gguf"
-    type(own.__name__, (own,), fields)(folder, gguf.LlamaFileType.ALL_F32, path).write()
-    reader = gguf.GGUFReader(path)
-    found = {key: field.contents() for key, field in reader.fields.items()}
-    names = {tensor.name for tensor in reader.tensors}
+    converter = type(own.__name__, (own,), {"model_arch": own.model_arch, "set_vocab": set_vocab})
+    converter(folder, gguf.LlamaFileType.ALL_F32, path).write()
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx = _SHAPE["max_position_embeddings"]
+    params.n_parallel = 1
+    params.verbosity = -1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    question = {"prompt": TOKENS[0], "n_predict": 1, "n_probs": len(vocabulary), "temperature": 0}
+    answer = xllamacpp.Server(params).handle_completions(question)
     path.unlink()
-    return {key: value for key, value in found.items() if not key.startswith(("general.", "GGUF."))}, names
-
-
-def compare_gguf(folder: Path) -> int:
-    """Compare what the converter makes of what was written with what it makes of the base."""
-    wrong = 0
-    for name in CONFIGS:
-        try:
-            of_base = gguf_of(folder / name / "base")
-        except Exception as error:  # of a converter, whatever it cannot read
-            print(f"{name:12} the base is not read either: {error}")
-            continue
-        different = [one for one in ("half", "no-adapter", "live") if gguf_of(folder / name / one) != of_base]
-        print(f"{name:12} {'WRONG: ' if different else 'as the base'}{', '.join(different)}")
-        wrong += len(different)
-    return int(wrong > 0)
+    found = numpy.empty((1, len(vocabulary)))
+    for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+        found[0, token["id"]] = token["logprob"]
+    return found
 
 
 def client() -> tuple[Callable[[Path], Any], tuple[str, ...]]:
     """The client that is installed here, and the models that it reads."""
+    if "LLAMA_CPP" in os.environ:
+        return by_llama_cpp, PLAIN
     if importlib.util.find_spec("mlx_lm"):
         return by_mlx, PLAIN
     return by_transformers, PLAIN + QUANTIZED if importlib.util.find_spec("bitsandbytes") else PLAIN
 
 
+def log_probabilities(logits: Any) -> Any:
+    """The logarithms of the probabilities that logits of shape (tokens, vocabulary) give; of themselves, the same."""
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - numpy.log(numpy.exp(logits).sum(axis=-1, keepdims=True))
+
+
 def off(compute: Callable[[Path], Any], folder: Path) -> float | str:
-    """How far a client's logits are off, in parts of their length; or why it computes none."""
-    expected = numpy.load(folder / "logits.npy")
+    """How far a client's log-probabilities are off, in parts of their length; or why it computes none."""
+    expected = log_probabilities(numpy.load(folder / "logits.npy"))
     try:
-        found = compute(folder)
+        found = log_probabilities(compute(folder))
     except Exception as error:  # of a client, whatever it cannot read
         return f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    expected = expected[-len(found) :]  # llama.cpp tells those after the last token only
     return float(numpy.linalg.norm(found - expected) / numpy.linalg.norm(expected))
 
 
@@ -286,4 +300,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit((compare_gguf if "LLAMA_CPP" in os.environ else compare)(Path(sys.argv[1])))
+    sys.exit(compare(Path(sys.argv[1])))

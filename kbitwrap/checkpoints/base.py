@@ -374,7 +374,7 @@ def _quantization(
     if given is None:
         raise ConfigError(
             f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
-            "give the manifest (manifest), or the quantization (quantization_config; False for none)"
+            "give the manifest of the run, or the quantization (quantization_config; False for none)"
         )
 
     return given or None

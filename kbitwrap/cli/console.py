@@ -37,7 +37,6 @@ _OPTIONS = {
     "max_shard_size: ": "--max-shard-size: ",
     "(overwrite=True, --overwrite)": "(--overwrite)",
     "trust_remote_code=True (--trust-remote-code)": "--trust-remote-code",
-    "(manifest)": "(--manifest)",
     "(quantization_config)": "(--quant)",
     "(quantization_config; False for none)": f"(--quant; 'none' for none). {QUANT_BY_CONFIG}",
 }

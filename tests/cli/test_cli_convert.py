@@ -406,7 +406,7 @@ def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record
         (adapter / name).write_bytes((trained / name).read_bytes())
     status, _, err = run(capsys, "merge", base, adapter, "--out", tmp_path / "out")
     assert status == 2
-    assert "give the manifest (--manifest), or the quantization (--quant; 'none' for none)" in err
+    assert "give the manifest of the run, or the quantization (--quant; 'none' for none)" in err
     options = ("--quant", quant, "--dtype", "bfloat16", "--device", "cpu")
     status, _, err = run(capsys, "merge", base, adapter, "--out", tmp_path / "out", *options)
     assert (status, len(err.splitlines())) == (0, 1)
