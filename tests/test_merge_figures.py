@@ -76,8 +76,8 @@ def test_a_merge_that_is_measured_is_the_adapter_model(merges: Any, figures: Any
     assert figures_of_adapter["delta"] == pytest.approx(0.02, rel=0.05)
     assert figures_of_adapter["loss"] < bench.loss(bench.before)
     found = {way: bench.measure(way) for way in (merges.HALF, merges.QUANTIZED, merges.PEFTS, merges.RELOAD)}
-    # The gain itself is 0.008 nats here, and rounding in bfloat16 moves a loss of 512 bytes by a tenth of that.
-    assert found[merges.HALF]["divergence"] < 0.005 * figures_of_adapter["divergence"]
+    # Rounding in bfloat16 leaves 1e-5 nats, whatever was learned; that depends on the text, Python's own library.
+    assert found[merges.HALF]["divergence"] < 2e-5 < figures_of_adapter["divergence"] / 10
     divergences = [one["divergence"] for one in found.values()]
     assert found[merges.HALF]["divergence"] == min(divergences)
     assert found[merges.PEFTS]["divergence"] == max(divergences)

@@ -3,8 +3,8 @@
     python docs/figures clients FOLDER              write the models, and transformers' logits beside each
     CLIENT_PYTHON docs/figures/clients.py FOLDER    compare what the client does that this Python has installed
 
-A client is an older transformers (with bitsandbytes for what is quantized), mlx-lm, or, where `LLAMA_CPP` names the folder
-of its sources, llama.cpp: its converter, and its library in xllamacpp. Each base has random weights and the config of a
+A client is an older transformers (with bitsandbytes for what is quantized), mlx-lm, or llama.cpp, whose sources the
+folder `LLAMA_CPP` holds: its converter, and its library in xllamacpp. Each base has random weights and the config of a
 model on the hub, from before transformers 5. The second command prints, for each written model, how far the
 log-probabilities are off in parts of their length, and names what the client cannot read of the base either. Its status
 is 1 where a client reads a base and computes something else from what was written of it.

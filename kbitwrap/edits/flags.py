@@ -1,14 +1,18 @@
-"""The edits of ``requires_grad`` flags, and the hold of a model on its wrapper."""
+"""The edits of ``requires_grad`` flags, and those of a model's own attributes."""
 
 from __future__ import annotations
 
+import types
+import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
+from ..model.wrappers import loaded_class
 from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, EditBase
 
 Flags = dict[ParameterRecord, bool]
@@ -115,3 +119,36 @@ class Hold(EditBase):
     def apply(self, changes: list[AttributesNow], tree: ModelTree) -> None:
         """Set the attribute."""
         vars(tree.model)[ANCHOR_ATTRIBUTE] = self.anchor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarnOfSaving(EditBase):
+    """Warn where ``save_pretrained`` writes what the preparation stores in float32."""
+
+    def capture(self, tree: ModelTree) -> list[AttributesNow]:
+        """Record the attribute, which is absent unless others set it."""
+        return [AttributesNow([tree.model], ["save_pretrained"])]
+
+    def apply(self, changes: list[AttributesNow], tree: ModelTree) -> None:
+        """Set the attribute where the method is that of transformers."""
+        pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
+        saves = getattr(type(tree.model), "save_pretrained", None)
+        if saves is not None and saves is getattr(pretrained, "save_pretrained", None):
+            vars(tree.model).setdefault(
+                "save_pretrained", types.MethodType(save_pretrained, tree.model)
+            )
+
+
+def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warn, and save as the model's class does.
+
+    It has the method's name, by which a bound method is pickled.
+    """
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        warnings.warn(
+            "save_pretrained writes what the preparation stored in float32 as float32: use export, or save inside "
+            "suspended(), to write the original dtypes; 'kbitwrap convert' repairs a checkpoint",
+            UserWarning,
+            stacklevel=2,
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)

@@ -18,10 +18,10 @@ from torch import nn
 
 from ..config import Precision
 from ..edits.base import Anchor, HeldOriginal
-from ..edits.flags import Hold
+from ..edits.flags import Hold, WarnOfSaving
 from ..edits.journal import Call, Edit, Journal
 from ..edits.kept import lay_as_stored
-from ..edits.storage import CopyChange
+from ..edits.storage import CopyChange, Store
 from ..edits.training import AccelerateChange, FollowTrainMode
 from ..errors import EditError, StateError, UnsupportedModelError
 from ..model.checks import refuse_sharded_since, tree_of
@@ -156,6 +156,9 @@ class Preparation:
                 lay_as_stored(tree)
                 edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
                 self.original = Original(tree, audit=config.audit)
+            stores = [edit for edit in plan.edits if isinstance(edit, Store)]
+            if any(edit.dtype is not None for edit in stores):
+                edits.append(WarnOfSaving("warn", ("",)))
             shown = bar(edits, "prepare", is_shown=config.progress)
             if config.empty_cache:
                 self.journal.apply(_emptying_cache(shown), tree)

@@ -354,6 +354,7 @@ def test_the_export_page_shows_the_real_output(tmp_path: Path, monkeypatch: pyte
     assert read(tmp_path / "run" / "base") == expected
     # What saving a prepared model itself gives.
     KbitPreparedModel(model, precision="full").prepare()
-    prepared = saved(model, tmp_path / "prepared", "5GB")
+    with pytest.warns(UserWarning, match="use export, or save inside suspended"):
+        prepared = saved(model, tmp_path / "prepared", "5GB")
     assert json.loads(prepared["config.json"])["dtype"] == "float32"
     assert len(prepared["model.safetensors"]) > 1.5 * len(expected["model.safetensors"])

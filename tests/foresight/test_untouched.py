@@ -45,7 +45,7 @@ def process_state() -> dict[str, Any]:
 
 def fakes_alive() -> list[Any]:
     gc.collect()
-    return [type(thing) for thing in gc.get_objects() if isinstance(thing, (FakeTensor, FakeTensorMode))]
+    return [thing for thing in gc.get_objects() if isinstance(thing, (FakeTensor, FakeTensorMode))]
 
 
 CELLS = [
@@ -68,6 +68,7 @@ def test_a_prediction_changes_nothing_and_leaves_nothing(cell: Cell, monkeypatch
         model(**batch).loss.backward()
         model.zero_grad()
     before, process = Snapshot(model), process_state()
+    others = fakes_alive()  # dynamo keeps some of what other tests compiled
     monkeypatch.setattr(zoo, "load", lambda *_, **__: model)
     try:
         predicted(cell, batch)
@@ -75,7 +76,7 @@ def test_a_prediction_changes_nothing_and_leaves_nothing(cell: Cell, monkeypatch
         assert cell.name == "dbrx"
     assert before.diff(Snapshot(model)) == []
     assert process_state() == process
-    assert fakes_alive() == []
+    assert [type(thing) for thing in fakes_alive() if all(thing is not other for other in others)] == []
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from kbitwrap import KbitPreparedModel, Precision, RestoreReport
@@ -189,3 +191,24 @@ def test_a_copy_of_a_module_that_others_cast_gets_the_original_dtype() -> None:
     assert copied.dtype == torch.bfloat16
     assert "lm_head.weight" in report.trained
     peft_model(**zoo.inputs("llama", model)).loss.backward()
+
+
+@pytest.mark.filterwarnings("error:save_pretrained writes")
+def test_a_save_of_float32_copies_warns_and_names_export(tmp_path: Path) -> None:
+    model = zoo.load("llama", "nf4")
+    with KbitPreparedModel(model, precision="full") as prepared:
+        for saved in (model, copy.deepcopy(model)):
+            with pytest.warns(UserWarning, match=r"stored in float32 .* export"):
+                saved.save_pretrained(tmp_path / "float32")
+        with prepared.suspended():
+            model.save_pretrained(tmp_path / "suspended")
+        peft_model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        peft_model.save_pretrained(tmp_path / "adapter")
+        peft_model.unload()
+    assert "save_pretrained" not in vars(model)
+    model.save_pretrained(tmp_path / "restored")
+    with KbitPreparedModel(model, precision="norms"):
+        model.save_pretrained(tmp_path / "norms")
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("suspended", "restored", "norms")]
+    assert len(set(written)) == 1
+    assert (tmp_path / "float32/model.safetensors").stat().st_size > len(written[0])

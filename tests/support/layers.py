@@ -10,6 +10,8 @@ import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
 
+from support.engines import FSDP2_STORAGE
+
 
 def layer_of(kind: str, width: int) -> nn.Module:
     """A layer with a weight of ``width * width`` elements."""
@@ -27,7 +29,8 @@ def layer_of(kind: str, width: int) -> nn.Module:
     if kind == "linear":
         return nn.Linear(width, width, bias=False).to(torch.bfloat16)
     if kind == "nf4":
-        return bitsandbytes.nn.Linear4bit(width, width, bias=False, quant_type="nf4").to(torch.bfloat16).to("cpu")
+        layer = bitsandbytes.nn.Linear4bit(width, width, bias=False, quant_type="nf4", quant_storage=FSDP2_STORAGE)
+        return layer.to(torch.bfloat16).to("cpu")
     return bitsandbytes.nn.Linear8bitLt(width, width, bias=False, has_fp16_weights=False).to("cpu")
 
 
