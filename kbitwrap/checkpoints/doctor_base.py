@@ -178,7 +178,8 @@ def generation_config(base: Base) -> Result | None:
 
     # Generation asks the generation config; the model's own, where there is no other.
     asked = list(base.use_cache)[-1]
-    if base.use_cache[asked] is False:
+    default = getattr(type(base.meta.config), "use_cache", None)
+    if base.use_cache[asked] is False and default is not False:
         return fault(
             "use_cache was left off",
             f"the config that generation asks says false: {asked}",

@@ -35,6 +35,7 @@ from ..model.tree import ModelTree
 from ..preparation.process import plain_mode
 from ..reports import ExportReport, first_of, shown
 from ..tensors.devices import accelerator_type
+from ..tensors.dtypes import dtype_name, parse_dtype
 from .adapters import SavedAdapter, read_adapter
 from .base import (
     QUANTIZATION,
@@ -222,6 +223,12 @@ def merge_checkpoint(
         if saved is not None and other is None:
             name = saved.config.get("base_model_name_or_path") or name
         notes = [note] if note else []
+        loaded = trained.model.dtype
+        if dtype is not None and own is not None and parse_dtype(dtype) != loaded:
+            notes.append(
+                f"the base's files are {dtype_name(loaded)}, which loading keeps where they are quantized: "
+                f"{dtype_name(parse_dtype(dtype))} was not taken"
+            )
         if left:
             notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
         card = _card(name, saved, form, how, merged, device, notes)

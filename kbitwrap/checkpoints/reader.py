@@ -23,7 +23,7 @@ from ..errors import ConfigError, ExportError
 from ..export.staging import refuse_special
 from ..export.writer import read_header
 from ..manifest.manifest import MANIFEST_NAME, Manifest
-from ..model.pretrained import meta_model
+from ..model.pretrained import meta_model, read_config
 from ..model.quantization import SKIPPED_LAYERS
 from ..model.wrappers import canonical_fqn
 from ..tensors.dtypes import SAFETENSORS_DTYPES, TWO_A_BYTE, find_dtype
@@ -176,12 +176,17 @@ class SavedCheckpoint:
         return tied_names(model)
 
     def meta_model(self, dtype: torch.dtype | None = None) -> Any:
-        """The model that the config describes, on the meta device.
+        """The model that the config describes, on the meta device, as one of another dtype where that is given.
 
         ``None`` where transformers knows no such model.
         """
+        if not self.config:
+            return None
+
         try:
-            return meta_model(self.folder, dtype=dtype) if self.config else None
+            config = read_config(self.folder)
+            config.dtype = dtype or config.dtype
+            return meta_model(config)
         except ConfigError:
             return None
 

@@ -7,7 +7,6 @@ file, and compute with their defaults, without an error, where one is missing.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,15 +74,37 @@ def _base_fields(live: Any, path: Path | None) -> _Fields | None:
         own = json.loads(path.read_text("utf-8"))
     after = _fields_of(live)
     own = _of_kind(own, after.get("model_type"))
-    before = _read(live, own)
+    before = None if own is None else _read(live, own)
     if before is None:
         return None
 
+    after = _without_inherited(after, own, after.get("dtype"))
+    before = _without_inherited(before, own, before.get("dtype"))
     if not _RENAMED.isdisjoint(_differing(before, after)):
         return None
 
     fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)
-    return fields if _read(live, fields) == after else None
+    again = _read(live, fields)
+    if again is None:
+        return None
+
+    is_same = _without_inherited(again, own, again.get("dtype")) == after
+    return fields if is_same else None
+
+
+def _without_inherited(fields: _Fields, own: _Fields, dtype: Any) -> _Fields:
+    """A config's fields without the dtypes of its parts that its file leaves to the dtype of the whole."""
+    found = dict(fields)
+    for name, part in fields.items():
+        if not isinstance(part, dict):
+            continue
+        in_file = own.get(name)
+        if not isinstance(in_file, dict):
+            in_file = {}
+        found[name] = _without_inherited(part, in_file, dtype)
+        if _DTYPES.isdisjoint(in_file) and part.get("dtype") in (None, dtype):
+            found[name].pop("dtype", None)
+    return found
 
 
 def _of_kind(fields: Any, model_type: Any) -> _Fields | None:
@@ -104,10 +125,16 @@ def _fields_of(config: Any) -> _Fields:
 
 def _read(live: Any, fields: _Fields) -> _Fields | None:
     """The public fields that the class of a config reads from a file's; ``None`` where it cannot."""
+    own_copy = json.loads(json.dumps(fields), object_hook=_decoded)
     try:
-        return _fields_of(type(live).from_dict(copy.deepcopy(fields)))
+        return _fields_of(type(live).from_dict(own_copy))
     except Exception:  # of a class that may be anyone's
         return None
+
+
+def _decoded(value: _Fields) -> Any:
+    """A number that is not finite, as transformers writes it into JSON; else what it is."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _differing(before: _Fields, after: _Fields) -> Iterator[str]:

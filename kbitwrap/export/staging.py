@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from huggingface_hub import constants
+
 if sys.platform != "win32":
     import fcntl
 
@@ -237,19 +239,21 @@ def _resolved(path: StrPath) -> Path:
     for folder in (target, *target.parents):
         if _is_cached(folder):
             raise ExportError(
-                f"{os.fspath(path)}: {os.fspath(folder)!r} is the hub's cache of a "
-                "repository, from which other programs load; nothing was written: "
-                "choose a destination outside"
+                f"{os.fspath(path)}: {os.fspath(folder)!r} is the hub's cache, from which "
+                "other programs load; nothing was written: choose a destination outside"
             )
 
     return target
 
 
 def _is_cached(folder: Path) -> bool:
-    """Whether a folder is what the hub's client keeps of a repository.
+    """Whether a folder is the cache of the hub's client, or what one keeps of a repository.
 
     A base that was given by its name lies in one, and so do others' models.
     """
+    if folder == Path(os.path.realpath(constants.HF_HUB_CACHE)):
+        return True
+
     there = [os.path.isdir(folder / name) for name in ("snapshots", "blobs", "refs")]
     return there[0] and any(there[1:])
 

@@ -73,6 +73,13 @@ def meta_model(
         dtype = config.dtype or text_config.dtype or torch.bfloat16
 
     chosen = parse_dtype(dtype, is_floating=True)
+    if config.dtype is not None and is_saved_by_bitsandbytes(config):
+        if chosen != config.dtype:
+            assumed.append(
+                f"its files are {dtype_name(config.dtype)}, which loading keeps where they are quantized: "
+                f"{dtype_name(chosen)} was not taken"
+            )
+        chosen = config.dtype
     try:
         model = _build(config, quantization_config, chosen, assumed)
     except ConfigError:
@@ -87,6 +94,15 @@ def meta_model(
 
     setattr(model, ASSUMED, tuple(assumed))
     return model
+
+
+def is_saved_by_bitsandbytes(config: Any) -> bool:
+    """Whether files are quantized by bitsandbytes: weights are loaded in the dtype that they have there."""
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    if hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+
+    return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
 
 
 def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:

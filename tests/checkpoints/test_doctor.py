@@ -172,6 +172,13 @@ def without_a_config(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
+def without_a_cache_by_default(folder: Path) -> Path:
+    config = transformers.MptConfig(d_model=64, n_heads=4, n_layers=1, vocab_size=128, max_seq_len=32)
+    assert config.use_cache is False
+    transformers.MptForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
 def cache_off(folder: Path) -> Path:
     cache_off_for_training(folder)
     (folder / "generation_config.json").unlink()  # then generation asks the model's own config
@@ -214,6 +221,7 @@ SOUND: dict[str, Callable[[Path], Any]] = {
     "repacked with nested statistics": lambda folder: repacked_and_saved(folder, "nf4-double"),
     "the base was trained": trained_itself,
     "without a config": without_a_config,
+    "without a cache by default": without_a_cache_by_default,
     "the cache was off in training alone": cache_off_for_training,
 }
 

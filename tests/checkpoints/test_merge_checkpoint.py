@@ -136,6 +136,11 @@ def test_a_base_that_is_saved_quantized_keeps_its_own_quantization(tmp_path: Pat
     for number, given in enumerate((None, run.quantization)):
         merge_checkpoint(tmp_path / "quantized", run.adapter, tmp_path / str(number), quantization_config=given)
         assert_same_model(tmp_path / str(number), run.merged)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float16)
+    if loaded.dtype == torch.bfloat16:  # older versions of transformers cast what is not quantized
+        report = merge_checkpoint(tmp_path / "quantized", run.adapter, tmp_path / "float16", dtype="float16")
+        assert "the base's files are bfloat16, which loading keeps" in " ".join(report.notes)
+        assert_same_model(tmp_path / "float16", run.merged)
     for given, message in (
         (transformers.BitsAndBytesConfig(load_in_8bit=True), r"load_in_8bit: False, given: True"),
         ({"bnb_4bit_use_double_quant": True}, r"\(bnb_4bit_use_double_quant: False, given: True\): leave that out"),

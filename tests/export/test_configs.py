@@ -77,6 +77,17 @@ def test_what_differs_is_written_by_the_name_that_the_file_has(figures: Clients,
     assert read(tmp_path / "export") == {**read(base), **changed}
 
 
+def test_a_number_that_is_not_finite_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(zoo.checkpoint("mamba2"), base)
+    config = read(base)
+    assert config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    config = {**config, "torch_dtype": config.pop("dtype"), "transformers_version": "4.42.3"}
+    (base / "config.json").write_text(json.dumps(config))
+    KbitPreparedModel(load(base)).export(tmp_path / "export")
+    assert read(tmp_path / "export") == config
+
+
 def test_a_composite_config_is_that_of_the_base(tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(zoo.checkpoint("llava"), base)
@@ -87,9 +98,11 @@ def test_a_composite_config_is_that_of_the_base(tmp_path: Path) -> None:
     text.pop("dtype", None)
     (base / "config.json").write_text(json.dumps({**config, "transformers_version": "4.36.0"}))
     KbitPreparedModel(load(base)).export(tmp_path / "export")
-    found, vision = read(tmp_path / "export"), config["vision_config"]
-    assert found.pop("vision_config") == {**vision, "torch_dtype": config["torch_dtype"]}
-    assert found == {**{name: config[name] for name in found}, "transformers_version": "4.36.0"}
+    assert read(tmp_path / "export") == {**config, "transformers_version": "4.36.0"}
+    KbitPreparedModel(load(base, dtype=torch.float16)).export(tmp_path / "float16")
+    found = read(tmp_path / "float16")
+    assert found["torch_dtype"] == found["text_config"]["torch_dtype"] == "float16"
+    assert found["vision_config"] == config["vision_config"]
 
 
 @pytest.mark.parametrize("is_other", [False, True])

@@ -112,17 +112,20 @@ def test_merging_over_the_adapter_or_the_base_is_refused(tmp_path: Path, capsys:
 def test_nothing_is_written_inside_a_cache_of_the_hub(
     out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "models--someone--Tiny"
+    hub = tmp_path / "hub"
+    cache = hub / "models--someone--Tiny"
     for name in ("blobs", "refs"):
         (cache / name).mkdir(parents=True)
     (cache / "refs" / "main").write_text("0123")
     zoo.load("llama", None).save_pretrained(cache / "snapshots" / "0123")  # files, as where no links can be made
     (tmp_path / "linked").symlink_to(cache)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     before = read(cache / "snapshots" / "0123")
     for folder in (cache, tmp_path / "linked"):
         with pytest.raises(ExportError, match="is the hub's cache"):
             merge_checkpoint("someone/Tiny", None, folder / out, quantization_config=False, overwrite=True)
+    with pytest.raises(ExportError, match="is the hub's cache"):
+        merge_checkpoint("someone/Tiny", None, hub / "merged", quantization_config=False)
     with pytest.raises(ExportError, match="is the hub's cache"):
         atomic_write(cache / out / "kbitwrap.json", b"{}", lambda path: True)
     assert read(cache / "snapshots" / "0123") == before

@@ -100,3 +100,14 @@ def test_a_base_that_was_saved_quantized_takes_what_it_takes_quantized_on_loadin
     expected, found = on_loading.to_dict(), predict_step(tmp_path, lora=lora, **SHAPE).to_dict()
     assert found.pop("loading_bytes") != expected.pop("loading_bytes")
     assert found == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_base_that_was_saved_quantized_keeps_its_dtype_whichever_is_asked_for(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    zoo.load("llama", "nf4", dtype).save_pretrained(tmp_path)
+    of_its_own, asked = (predict_step(tmp_path, dtype=one, **SHAPE).to_dict() for one in (None, "bfloat16"))
+    (warning,) = set(asked["warnings"]) - set(of_its_own["warnings"])
+    assert f"its files are {str(dtype).removeprefix('torch.')}, which loading keeps" in warning
+    assert {**asked, "warnings": None} == {**of_its_own, "warnings": None}
