@@ -84,5 +84,5 @@ def main() -> None:
             timed(
                 f"doctor, {form}",
                 arguments.blocks,
-                lambda merged=merged: doctor(merged, base=base, adapter=adapter, quantization_config=NF4),
+                lambda merged=merged: doctor(merged, base=base, adapter=adapter, quant=NF4),
             )

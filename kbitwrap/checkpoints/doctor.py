@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import StrPath
+from ..config import QuantKind, StrPath
+from ..errors import ConfigError
 from ..preparation.process import plain_mode
 from . import doctor_base, doctor_merge, doctor_run, doctor_updates
 from .doctor_report import Checks, DoctorReport, Examination, Finding
@@ -62,7 +63,7 @@ def doctor(
     *,
     base: Any = None,
     adapter: Any = None,
-    quantization_config: Any = None,
+    quant: Any = None,
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
     progress: bool | Told = False,
@@ -80,9 +81,9 @@ def doctor(
         base: What was trained on: a folder, a name, or a loaded model, which is only
             compared with a manifest.
         adapter: The folder of an adapter that may have been merged.
-        quantization_config: How the base was quantized in training, as for
-            ``merge_checkpoint``, where neither its config nor the adapter's manifest
-            says it.
+        quant: How the base was quantized in training, where neither its config nor the
+            adapter's manifest says it: a ``QuantKind`` or its word, a config as for
+            ``from_pretrained``, or ``False`` for not at all.
         device: The device to quantize a base on with which a folder is compared; ``None``
             for the accelerator if there is one, else the CPU. A merge is measured on the
             CPU.
@@ -105,7 +106,14 @@ def doctor(
         >>> kbitwrap.doctor(torch.nn.Linear(2, 2)).findings
         ()
     """
-    given = Given(base, adapter, quantization_config, device, trust_remote_code)
+    if isinstance(quant, str):
+        if quant not in [*QuantKind]:
+            raise ConfigError(
+                f"quant: expected one of {', '.join(QuantKind)}, found {quant!r}"
+            )
+        quant = QuantKind(quant).settings or False
+
+    given = Given(base, adapter, quant, device, trust_remote_code)
     examination = Examination()
     with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
         if isinstance(path_or_model, nn.Module):

@@ -127,7 +127,7 @@ class Merges:
             path,
             base=self.subject.base,
             adapter=self.adapter,
-            quantization_config=quantization,
+            quant=quantization,
         )
         assert report.merge is not None  # base and adapter were given
         files = path.glob("*.safetensors")

@@ -20,7 +20,7 @@ from .console import (
     show,
     show_json,
 )
-from .hub import quantization_in_training, working
+from .hub import working
 from .tables import table
 from .usage import (
     Json,
@@ -110,13 +110,12 @@ def command(
         def tell(num_done: int, num_tensors: int) -> None:
             doing.now(f"measuring {path}: {num_done:,} of {num_tensors:,} tensors")
 
-        quantization = quantization_in_training(quant, None)
         try:
             report = doctor(
                 path,
                 base=base,
                 adapter=adapter,
-                quantization_config=quantization,
+                quant=quant,
                 device=device,
                 trust_remote_code=trust_remote_code,
                 progress=tell,

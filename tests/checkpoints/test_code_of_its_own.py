@@ -79,9 +79,9 @@ def test_its_code_runs_only_where_that_is_asked_for(run: Path, tmp_path: Path) -
         assert torch.equal(tensor, tensors_of(merged)[name])
 
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        doctor(merged, base=base, adapter=adapter, quantization_config=NF4)
+        doctor(merged, base=base, adapter=adapter, quant=NF4)
     for quantization in (NF4, None):  # without it doctor finds the one that fits
-        report = doctor(merged, base=base, adapter=adapter, quantization_config=quantization, trust_remote_code=True)
+        report = doctor(merged, base=base, adapter=adapter, quant=quantization, trust_remote_code=True)
         assert report.merge is not None
         assert report.merge.onto == "trained"
         assert not report.findings
@@ -89,9 +89,9 @@ def test_its_code_runs_only_where_that_is_asked_for(run: Path, tmp_path: Path) -
 
 def test_a_merge_that_stays_quantized_is_checked_and_examined_by_its_code(run: Path, tmp_path: Path) -> None:
     base, adapter, merged = run / "base", run / "narrow", tmp_path / "merged"
-    options = {"quantization_config": NF4, "trust_remote_code": True}
-    merge_checkpoint(base, adapter, merged, merge_as="mixed", check=True, **options)
-    report = doctor(merged, base=base, adapter=adapter, **options)
+    options = {"merge_as": "mixed", "check": True, "trust_remote_code": True}
+    merge_checkpoint(base, adapter, merged, quantization_config=NF4, **options)
+    report = doctor(merged, base=base, adapter=adapter, quant=NF4, trust_remote_code=True)
     assert report.merge is not None
     assert (report.merge.onto, report.findings) == ("trained", ())
 

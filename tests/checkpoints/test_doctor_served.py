@@ -27,7 +27,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_dequantized_base_is_told(served: Path) -> None:
-    report = doctor(served, base=zoo.checkpoint("llama"), quantization_config=NF4)
+    report = doctor(served, base=zoo.checkpoint("llama"), quant=NF4)
     assert report.findings == ()
     (line,) = (one for one in report.looked_at if one.what == "dequantized base")
     assert line.evidence.endswith("tensors are those of the base, dequantized")
@@ -44,7 +44,7 @@ def test_another_folder_is_not_this_base(name: str, served: Path, tmp_path: Path
         tensors = load_file(folder / "model.safetensors")
         tensors[LAYER][3, 5] += 0.25
         save_file(tensors, folder / "model.safetensors")
-    report = doctor(folder, base=zoo.checkpoint("llama"), quantization_config=settings)
+    report = doctor(folder, base=zoo.checkpoint("llama"), quant=settings)
     (finding,) = report.findings
     assert finding.what == IT_IS_NOT
     assert "_proj.weight" in finding.evidence
@@ -58,7 +58,7 @@ def test_a_tensor_that_lacks_or_is_too_many_is_named(served: Path, tmp_path: Pat
     tensors = load_file(folder / "model.safetensors")
     tensors["other.weight"] = tensors.pop(LAYER)
     save_file(tensors, folder / "model.safetensors")
-    (finding,) = doctor(folder, base=zoo.checkpoint("llama"), quantization_config=NF4).findings
+    (finding,) = doctor(folder, base=zoo.checkpoint("llama"), quant=NF4).findings
     assert finding.evidence == f"other.weight, {LAYER}"
 
 

@@ -78,13 +78,13 @@ def test_a_checkpoint_that_fits_another_quantization_than_the_one_told_says_whic
     double = quantization_config("nf4-double", torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=double)
     config = quantization_config(told, None) or False
-    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=config)
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=config)
     (found,) = report.findings
     assert found.what == f"it was merged onto the base's weights in nf4-double, not {TOLD[told]} as given"
     assert "--quant nf4-double" in found.remedy
     assert str(report.merge).endswith(f"in nf4-double, not {TOLD[told]} as given")
     assert report.merge.onto == "other"
-    right = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=double)
+    right = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=double)
     assert not right.findings
     assert str(right.merge).endswith("added to the weights that it was trained on")
 
@@ -93,7 +93,7 @@ def test_what_fits_no_quantization_is_measured_by_the_one_told(tmp_path: Path) -
     base, adapter = make("llama", tmp_path, torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=False)
     nf4 = quantization_config("nf4", None)
-    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=nf4)
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=nf4)
     assert (report.merge.onto, report.findings) == ("original", ())
 
 
@@ -143,9 +143,7 @@ def test_a_quantized_merge_of_another_kind_than_the_one_told_says_which(own: Qua
     base, adapter = make("llama", tmp_path, torch.bfloat16, lora_alpha=0.5)  # a small delta
     config = quantization_config(own, torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", merge_as="quantized", quantization_config=config)
-    report = doctor(
-        tmp_path / "merged", base=base, adapter=adapter, quantization_config=quantization_config("fp4", None)
-    )
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant="fp4")
     (found,) = report.findings
     assert found.what == f"it was merged onto the base's weights in {own}, not in fp4 as given"
     assert report.merge.onto == "other"

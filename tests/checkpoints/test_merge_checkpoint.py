@@ -246,9 +246,9 @@ def test_a_folder_is_no_base_model_of_a_card(tmp_path: Path) -> None:
 
 def test_the_card_says_how_much_of_the_adapter_is_in_the_weights(tmp_path: Path) -> None:
     run = train("llama", "nf4", tmp_path, modules_to_save=True)
-    given: dict[str, Any] = {"quantization_config": run.quantization}
-    merge_checkpoint(None, run.adapter, tmp_path / "out", dtype="bfloat16", check=True, **given)
-    measured = doctor(tmp_path / "out", base=zoo.checkpoint("llama"), adapter=run.adapter, **given).merge
+    given: dict[str, Any] = {"quantization_config": run.quantization, "dtype": "bfloat16"}
+    merge_checkpoint(None, run.adapter, tmp_path / "out", check=True, **given)
+    measured = doctor(tmp_path / "out", base=zoo.checkpoint("llama"), adapter=run.adapter, quant=run.quantization).merge
     assert measured is not None
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{measured.kept:.1%} of what the adapter adds is in these weights" in card

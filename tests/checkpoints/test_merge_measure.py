@@ -333,9 +333,7 @@ def test_a_merge_in_quantized_weights_that_was_dequantized_is_told(
     merged = PeftModel.from_pretrained(load(name, quant), tmp_path / "adapter").merge_and_unload().dequantize()
     merged.to(stored).save_pretrained(tmp_path / "merged")
     settings = quantization_config(quant, torch.bfloat16)
-    report = doctor(
-        tmp_path / "merged", base=run.folder / "base", adapter=tmp_path / "adapter", quantization_config=settings
-    )
+    report = doctor(tmp_path / "merged", base=run.folder / "base", adapter=tmp_path / "adapter", quant=settings)
     causes = {finding.what for finding in report.findings}
     assert causes == {f"an adapter was merged into {'quantized' if quant == 'int8' else '4-bit'} weights"}
 

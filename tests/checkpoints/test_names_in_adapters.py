@@ -133,9 +133,7 @@ def test_an_adapter_of_a_part_of_the_base_is_merged_into_that_part(
     for merged in (merge(tmp_path, NF4), merge(tmp_path, None, tmp_path / "kbitwrap.json")):
         assert_same_model(merged, tmp_path / "live")
         # Nothing is missing of a part, which other parts of the base are not of.
-        assert not doctor(
-            merged, base=tmp_path / "base", adapter=tmp_path / "adapter", quantization_config=NF4
-        ).findings
+        assert not doctor(merged, base=tmp_path / "base", adapter=tmp_path / "adapter", quant="nf4").findings
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # of PEFT's conversion

@@ -103,9 +103,7 @@ def test_every_method_that_peft_merges_is_measured(method: str, dtype: torch.dty
     again = PeftModel.from_pretrained(model_class.from_pretrained(tmp_path / "base", dtype=dtype), tmp_path / "adapter")
     again.merge_and_unload().save_pretrained(tmp_path / "peft")
     for merged in ("ours", "peft"):
-        report = doctor(
-            tmp_path / merged, base=tmp_path / "base", adapter=tmp_path / "adapter", quantization_config=False
-        )
+        report = doctor(tmp_path / merged, base=tmp_path / "base", adapter=tmp_path / "adapter", quant=False)
         assert assert_right(report) == "trained"
 
 
@@ -136,5 +134,5 @@ def test_a_right_merge_has_no_finding_in_any_dtype_of_base_run_and_copy(
     merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", quantization_config=nf4, dtype=run)
     model_class.from_pretrained(tmp_path / "ours", dtype=copy).save_pretrained(tmp_path / "copy")
     given = nf4 if quantization == "given" else None
-    report = doctor(tmp_path / "copy", base=tmp_path / "base", adapter=tmp_path / "adapter", quantization_config=given)
+    report = doctor(tmp_path / "copy", base=tmp_path / "base", adapter=tmp_path / "adapter", quant=given)
     assert assert_right(report) == "trained"

@@ -115,10 +115,10 @@ def test_the_folder_holds_all_that_the_bases_holds_or_names_it(
     held = tensors_of(tmp_path / "0")
     assert index["weight_map"].keys() == held.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in held.values())
-    report = doctor(tmp_path / "0", base=base, adapter=adapter, quantization_config=NF4)
+    report = doctor(tmp_path / "0", base=base, adapter=adapter, quant=NF4)
     assert not report, str(report)
     assert not inspect_checkpoint(tmp_path / "0")
-    assert not doctor(tmp_path / "1", base=base, quantization_config=NF4)
+    assert not doctor(tmp_path / "1", base=base, quant=NF4)
 
 
 @pytest.mark.parametrize("merge_as", ["half", "mixed", "quantized"])
@@ -154,7 +154,7 @@ def test_a_block_is_carried_over_in_a_form_that_loaders_know(merge_as: str, save
     assert not info["missing_keys"]
     if merge_as != "half" and saved_as != "nf4 with codes":
         assert "mtp" in model.config.quantization_config.llm_int8_skip_modules
-    found = doctor(tmp_path / "out", base=base, adapter=adapter, quantization_config=given["quantization_config"])
+    found = doctor(tmp_path / "out", base=base, adapter=adapter, quant=given["quantization_config"])
     assert [finding.what for finding in found.findings] == ["it lacks tensors that the base's files have"] * is_left
 
 
@@ -164,7 +164,7 @@ def test_doctor_names_what_another_tool_left_behind(tmp_path: Path) -> None:
     adapted = adapt("llama", model)
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
-    given: dict[str, Any] = {"base": base, "quantization_config": False}
+    given: dict[str, Any] = {"base": base, "quant": False}
     (finding,) = doctor(tmp_path / "merged", adapter=tmp_path / "adapter", **given).findings
     assert finding.what == "it lacks tensors that the base's files have"
     assert finding.evidence.startswith("4 that a LlamaForCausalLM does not build: mtp.")
@@ -178,7 +178,7 @@ def test_what_contradicts_the_merge_is_left_out_and_named(tmp_path: Path) -> Non
     report = merge(base, tmp_path / "classifier", tmp_path / "classes", quantization_config=False)
     (note,) = report.notes
     assert "a LlamaForSequenceClassification does not build were left out, because what was trained is a" in note
-    given: dict[str, Any] = {"base": base, "adapter": tmp_path / "classifier", "quantization_config": False}
+    given: dict[str, Any] = {"base": base, "adapter": tmp_path / "classifier", "quant": False}
     assert not doctor(tmp_path / "classes", **given)
 
     # a block with embeddings of its own, beside a vocabulary that the run resized
@@ -210,7 +210,7 @@ def test_buffers_and_tied_weights_in_old_files_are_nothing_to_carry(tmp_path: Pa
     assert not any(name.endswith("inv_freq") for name in held)
     # transformers 5.2 does not tie what a file holds twice, and saves it by itself
     assert "lm_head.weight" not in held or held["lm_head.weight"].dtype == torch.bfloat16
-    assert not doctor(tmp_path / "out", base=base, adapter=adapter, quantization_config=False)
+    assert not doctor(tmp_path / "out", base=base, adapter=adapter, quant=False)
 
 
 def test_what_lies_beside_the_adapter_wins(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_what_lies_beside_the_adapter_wins(tmp_path: Path) -> None:
 
 
 def test_links_of_a_snapshot_are_followed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path / "models--someone--Tiny"
+    cache = tmp_path / "hub" / "models--someone--Tiny"
     snapshot = cache / "snapshots" / "0123"
     base_of("llama", snapshot)
     put(cache, "blobs/abc", "refs/main")
@@ -259,7 +259,7 @@ def test_links_of_a_snapshot_are_followed_and_no_others(tmp_path: Path, monkeypa
     (snapshot / "pytorch_model.bin").symlink_to(tmp_path / "secret" / "key")
     put(snapshot, "mine.py", content="raise SystemExit('it ran')")
     adapter = adapter_of("llama", snapshot, tmp_path / "adapter")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for number, base in enumerate((snapshot, "someone/Tiny")):
         report = merge(base, adapter, tmp_path / str(number), quantization_config=False)
         assert {"tokenizer.model", "mine.py"} <= {*report.files}
