@@ -201,8 +201,8 @@ def in_short(found: Found) -> str:
     peft, compute, norms = (rows[way]["added_reserved_bytes"] / MIB for way in ("peft", "compute", "norms"))
     return (
         f"Measured on an {environment['card']} on {environment['date']}: of the peaks of {len(off)} training steps of\n"
-        f"a 7B and an 8B model, {near} are within 2 % of the prediction. Preparing Mistral-7B reserves {peft:,.1f} MiB\n"
-        f'more with PEFT\'s function, {compute:,.1f} MiB with `"compute"` and {norms:,.1f} MiB with `"norms"`.\n'
+        f"a 7B and an 8B model, {near} are within 2 % of the prediction. Preparing Mistral-7B reserves {peft:,.1f}\n"
+        f'MiB more with PEFT\'s function, {compute:,.1f} MiB with `"compute"` and {norms:,.1f} MiB with `"norms"`.\n'
         f"[More](docs/gpu.md). [The benchmarks](docs/benchmarks.md) are a CPU's."
     )
 
