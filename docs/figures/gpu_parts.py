@@ -10,6 +10,7 @@ import copy
 import functools
 import gc
 import json
+import platform
 import tempfile
 import time
 import warnings
@@ -20,7 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import peft
 import torch
 import transformers
 from accelerate import init_empty_weights
@@ -134,15 +134,24 @@ class Rows:
 
 def environment() -> dict[str, str]:
     """The card, the versions and the date."""
-    names = ("transformers", "accelerate", "peft", "bitsandbytes", "trl")
-    found = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for name in names:
+    memory = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
+    return {
+        "card": torch.cuda.get_device_name(),
+        "memory": memory,
+        **versions(),
+        "date": date.today().isoformat(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("transformers", "accelerate", "peft", "bitsandbytes", "trl"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    found["memory"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
-    return found | {"date": date.today().isoformat()}
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -457,8 +466,7 @@ def write_predictions() -> None:
     """Predict the steps of both sizes, and write the predictions."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
-    content = {"versions": versions, "cells": {sizes.name: predict(sizes) for sizes in (SMALL, FULL)}}
+    content = {"versions": versions(), "cells": {sizes.name: predict(sizes) for sizes in (SMALL, FULL)}}
     PREDICTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
