@@ -37,7 +37,7 @@ from kbitwrap.foresight.rows import tokenizer_of
 HERE = Path(__file__).parent
 PREDICTED = HERE / "gpu_predicted.json"
 SIMULATED = "simulated"  # the name of the device of tests/device
-DEVICE = "cuda"
+DEVICE, DEVICE_MAP = "cuda", {"": 0}
 MODELS = {"mistral": "mistralai/Mistral-7B-v0.3", "qwen": "Qwen/Qwen3-8B"}
 TRL = "trl"
 WAYS = ("peft", "compute", "norms", "none", "unprepared", TRL)
@@ -177,7 +177,7 @@ def draw(config: PretrainedConfig, quantization: BitsAndBytesConfig | None = NF4
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantizer = AutoHfQuantizer.from_config(quantization) if quantization else None
     if quantizer:
-        quantizer.preprocess_model(model=model, dtype=torch.bfloat16, device_map={"": 0})
+        quantizer.preprocess_model(model=model, dtype=torch.bfloat16, device_map=DEVICE_MAP)
     for module in model.modules():
         for name, empty in list(module.named_parameters(recurse=False)):
             values = torch.empty(empty.shape, dtype=torch.bfloat16, device=DEVICE).normal_(std=DRAWN_STD)
@@ -190,7 +190,7 @@ def draw(config: PretrainedConfig, quantization: BitsAndBytesConfig | None = NF4
     if quantizer:
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
-    model.hf_device_map = {"": 0}
+    model.hf_device_map = DEVICE_MAP
     release()
     return model.eval()
 
@@ -502,7 +502,7 @@ def save_base(config: PretrainedConfig, folder: Path) -> Path:
 
 def load(base: Path) -> Any:
     """Load a base in nf4 onto the device."""
-    options = {"dtype": torch.bfloat16, "device_map": {"": 0}}
+    options = {"dtype": torch.bfloat16, "device_map": DEVICE_MAP}
     return AutoModelForCausalLM.from_pretrained(base, quantization_config=NF4, **options)
 
 
