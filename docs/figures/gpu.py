@@ -71,6 +71,8 @@ def measure(folder: Path, *, is_small: bool) -> int:
             if all("error" in row for row in first):
                 print("nothing of the first part could be measured: the others are not tried", flush=True)
                 break
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
     finally:
         found = read(folder)
         print(f"\n{summary(found)}\n\n{tables(found, level='#')}\n\n{summary(found)}", flush=True)
@@ -147,7 +149,7 @@ def table(rows: Mapping[str, Mapping[str, Any]], keys: tuple[str, ...]) -> str:
     """Rows of the same figures as Markdown."""
     columns = [("", *rows), *((heading(key), *(shown(key, row[key]) for row in rows.values())) for key in keys)]
     lines = [f"| {' | '.join(line)} |" for line in zip(*columns, strict=True)]
-    lines.insert(1, f"| --- |{' ---: |' * len(keys)}")
+    lines.insert(1, f"| --- |{' --- |' if keys == ('found',) else ' ---: |' * len(keys)}")
     return "\n".join(lines)
 
 

@@ -420,24 +420,27 @@ class Timed(TrainerCallback):  # type: ignore[misc]
 
 def trl_cell(config: Any, batch_size: int, seq_len: int) -> Row:
     """Peak and seconds of a step of TRL's SFTTrainer, which prepares nothing, with its own kernels."""
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
 
     from trl import SFTTrainer
 
+    disable_progress_bars()
+    arguments = sft_arguments(tempfile.gettempdir(), batch_size, seq_len)
+    _ = arguments.device  # counts the devices, of which one is used
+    arguments._n_gpu = 1
     ids = tokens(config, (1 + STEPS) * batch_size, seq_len).tolist()
     timed = Timed()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = SFTTrainer(
-            draw(config),
-            sft_arguments(folder, batch_size, seq_len),
-            train_dataset=Dataset.from_dict({"input_ids": ids}),
-            processing_class=tokenizer_of(config.vocab_size, 3),
-            peft_config=LORA,
-            callbacks=[timed],
-        )
-        release()
-        torch.cuda.reset_peak_memory_stats()
-        loss = torch.tensor(trainer.train().training_loss)
+    trainer = SFTTrainer(
+        draw(config),
+        arguments,
+        train_dataset=Dataset.from_dict({"input_ids": ids}),
+        processing_class=tokenizer_of(config.vocab_size, 3),
+        peft_config=copy.deepcopy(LORA),
+        callbacks=[timed],
+    )
+    release()
+    torch.cuda.reset_peak_memory_stats()
+    loss = torch.tensor(trainer.train().training_loss)
     return measured_step(timed.taken, timed.reserved, loss)
 
 
