@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import json
 import platform
 import tempfile
@@ -36,7 +37,6 @@ from kbitwrap.foresight.rows import tokenizer_of
 
 HERE = Path(__file__).parent
 PREDICTED = HERE / "gpu_predicted.json"
-SIMULATED = "simulated"  # the name of the device of tests/device
 DEVICE, DEVICE_MAP = "cuda", {"": 0}
 MODELS = {"mistral": "mistralai/Mistral-7B-v0.3", "qwen": "Qwen/Qwen3-8B"}
 TRL = "trl"
@@ -134,13 +134,11 @@ class Rows:
 
 def environment() -> dict[str, str]:
     """The card, the versions and the date."""
-    memory = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
-    return {
-        "card": torch.cuda.get_device_name(),
-        "memory": memory,
-        **versions(),
-        "date": date.today().isoformat(),
-    }
+    card = {"card": "none", "memory": "0 GiB"}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        card = {"card": properties.name, "memory": f"{properties.total_memory / 2**30:.0f} GiB"}
+    return {**card, **versions(), "date": date.today().isoformat()}
 
 
 def versions() -> dict[str, str]:
@@ -198,8 +196,9 @@ def draw(config: PretrainedConfig, quantization: BitsAndBytesConfig | None = NF4
 def release() -> None:
     """Give back what no tensor holds, the workspaces of cuBLAS too."""
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -328,6 +327,8 @@ def compared(told: Row, measured: Callable[[int, int], Row], batch_size: int, se
     if predicted > FILLED * total:
         return told | {"not_run": "is predicted not to fit this card"}
     row = told | measured(batch_size, seq_len)
+    if "not_run" in row:
+        return row
     if predicted:
         tensors = row["allocated_at_most_bytes"] - row["workspace_bytes"]
         row["off_percent"] = 100 * (predicted - tensors) / tensors
@@ -420,6 +421,8 @@ class Timed(TrainerCallback):  # type: ignore[misc]
 
 def trl_cell(config: Any, batch_size: int, seq_len: int) -> Row:
     """Peak and seconds of a step of TRL's SFTTrainer, which prepares nothing, with its own kernels."""
+    if not torch.backends.cuda.is_built():
+        return {"not_run": "the simulated device has no kernels for TRL's head"}
     from datasets import Dataset, disable_progress_bars
 
     from trl import SFTTrainer
@@ -444,32 +447,27 @@ def trl_cell(config: Any, batch_size: int, seq_len: int) -> Row:
     return measured_step(timed.taken, timed.reserved, loss)
 
 
-def predict(sizes: Sizes) -> dict[str, Row]:
-    """The predictions of all cells, which need no device."""
-    found = {}
-    for model in MODELS:
-        config = config_of(model, sizes)
-        for way in WAYS:
-            options: dict[str, Any] = {"precision": "unprepared" if way == TRL else way}
-            if way == TRL:
-                options["args"] = sft_arguments("unused", *sizes.batches[0], use_cpu=True)
-            predictor = StepPredictor(config, lora=LORA, quantization_config=NF4, dtype="bfloat16", **options)
-            for batch in sizes.batches:
-                step = predictor(*batch)
-                row = {"predicted_bytes": step.peak_bytes}
-                reserved = getattr(step, "reserved_bytes", None)
-                found[cell_name(model, way, *batch)] = row | (
-                    {"predicted_reserved_bytes": reserved} if reserved else {}
-                )
-                print(cell_name(model, way, *batch), f"{step.peak_bytes / 2**30:.2f} GiB", flush=True)
-    return found
+def predict(model: str, way: str, sizes: Sizes) -> dict[str, Row]:
+    """The predictions of the cells of one way to prepare, which need no device."""
+    options: dict[str, Any] = {"precision": "unprepared" if way == TRL else way}
+    if way == TRL:
+        options["args"] = sft_arguments("unused", *sizes.batches[0], use_cpu=True)
+    config = config_of(model, sizes)
+    predictor = StepPredictor(config, lora=LORA, quantization_config=NF4, dtype="bfloat16", **options)
+    return {cell_name(model, way, *batch): {"predicted_bytes": predictor(*batch).peak_bytes} for batch in sizes.batches}
 
 
 def write_predictions() -> None:
     """Predict the steps of both sizes, and write the predictions."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    content = {"versions": versions(), "cells": {sizes.name: predict(sizes) for sizes in (SMALL, FULL)}}
+    cells: dict[str, dict[str, Row]] = {}
+    for sizes in (SMALL, FULL):
+        cells[sizes.name] = {}
+        for model, way in itertools.product(MODELS, WAYS):
+            cells[sizes.name] |= predict(model, way, sizes)
+            print(f"{sizes.name}: {model}, {way}", flush=True)
+    content = {"versions": versions(), "cells": cells}
     PREDICTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -733,7 +731,7 @@ def tests(rows: Rows, sizes: Sizes) -> None:
             row["names"] += f" {report.nodeid.partition('::')[2]}" if report.failed else ""
 
     options = ["-q", "-p", "no:cacheprovider", "--tb=short"]
-    if torch.cuda.get_device_name() == SIMULATED:
+    if not torch.backends.cuda.is_built():  # the device is a simulated one
         options += ["-m", "not real_gpu", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     start = time.monotonic()
     pytest.main([sizes.tests, *options], plugins=[Recorder()])
@@ -754,6 +752,8 @@ RUN: dict[str, Callable[[Rows, Sizes], None]] = {
 
 def run(name: str, path: Path, *, is_small: bool) -> None:
     """Run one part in this process."""
+    if not torch.cuda.is_available():
+        raise SystemExit("expected a GPU of CUDA, found none")
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
