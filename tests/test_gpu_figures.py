@@ -16,21 +16,18 @@ from support import pages
 
 CARD = {"card": "NVIDIA H100 80GB HBM3", "memory": "79 GiB", "torch": "2.11.0", "date": "2026-12-01"}
 # Stands for a part: it writes its file as one does, and the one that is named ends in its middle, the first time.
-PART = (
-    """
+PART = """
 import json, os, pathlib, sys
-folder, stopped, name = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[4]
+folder, card, stopped, name = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5]
 path, is_stopped = folder / f"{name}.json", name == stopped and not (folder / "tried").exists()
 rows = {"one": {"step_seconds": 0.5}} | ({} if is_stopped else {"two": {"step_seconds": 0.25}})
 with (folder / "started").open("a") as started:
     started.write(f"{name} ")
-path.write_text(json.dumps({"finished": not is_stopped, "environment": CARD, "rows": rows}))
+path.write_text(json.dumps({"finished": not is_stopped, "environment": json.loads(card), "rows": rows}))
 if is_stopped:
     (folder / "tried").touch()
     os.kill(os.getpid(), 9)
 """
-    % CARD
-)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def gpu(figures: Callable[[str], Any]) -> Any:
 def test_a_command_that_was_stopped_goes_on_with_what_is_missing(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", PART, str(tmp_path), "qwen"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", PART, str(tmp_path), json.dumps(CARD), "qwen"])
     assert gpu.measure(tmp_path, is_small=True) == 1
     assert "| qwen | 1 | 0 | no |" in capfd.readouterr().out
     (tmp_path / "started").unlink()

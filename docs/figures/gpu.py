@@ -59,7 +59,6 @@ def read(folder: Path) -> Found:
 def measure(folder: Path, *, is_small: bool) -> int:
     """Run the parts that are not finished, and print the table, whatever happens."""
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     try:
         for name, limit in LIMITS.items():
             if read(folder).get(name, {}).get("finished"):
@@ -223,6 +222,7 @@ def main() -> int:
         end_with_parent()
         importlib.import_module("gpu_parts").run(asked.part, asked.out / f"{asked.part}.json", is_small=asked.small)
     elif asked.out:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
         return measure(asked.out, is_small=asked.small)
     elif asked.page:
         write_pages(read(asked.page))
