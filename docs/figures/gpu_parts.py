@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import json
+import os
 import platform
 import tempfile
 import time
@@ -730,11 +731,13 @@ def tests(rows: Rows, sizes: Sizes) -> None:
             row[report.outcome] += 1
             row["names"] += f" {report.nodeid.partition('::')[2]}" if report.failed else ""
 
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short"]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # an image for GPUs has many
+    # libraries are imported before pytest could rewrite them
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     if not torch.backends.cuda.is_built():  # the device is a simulated one
-        options += ["-m", "not real_gpu", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        options += ["-m", "not real_gpu"]
     start = time.monotonic()
-    pytest.main([sizes.tests, *options], plugins=[Recorder()])
+    pytest.main([str(HERE.parents[1] / sizes.tests), *options], plugins=[Recorder()])
     for name, row in (by_file or {sizes.tests: {"error": "pytest ran nothing"}}).items():
         rows.put(name, row, time.monotonic() - start)
 
