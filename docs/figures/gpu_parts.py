@@ -86,7 +86,7 @@ TINY = {
     "vocab_size": 1024,
 }
 WIDER = TINY | {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 32000}
-FULL = Sizes("full", {}, ((1, 512), (1, 2048), (3, 1024), (1, 4096)), (WIDER, 4), 8, 64, "tests/gpu")
+FULL = Sizes("full", {}, ((1, 512), (1, 2048), (3, 1024), (1, 4096)), (WIDER, 4), 4, 32, "tests/gpu")
 SMALL = Sizes("small", TINY, ((1, 16), (1, 64), (2, 32), (4, 16)), (TINY, 4), 2, 4, "tests/gpu/test_accelerator.py")
 FIRST = SMALL._replace(batches=SMALL.batches[:1], compared=(TINY, 1))
 
@@ -169,9 +169,11 @@ def config_of(model: str, sizes: Sizes) -> PretrainedConfig:
 
 def draw(config: PretrainedConfig, quantization: BitsAndBytesConfig | None = NF4) -> Any:
     """A model as `from_pretrained` loads it onto the device, its weights drawn there, and quantized by bitsandbytes."""
+    release()
     torch.manual_seed(0)
     config = copy.deepcopy(config)
-    config.quantization_config = quantization
+    if quantization:
+        config.quantization_config = quantization
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantizer = AutoHfQuantizer.from_config(quantization) if quantization else None
@@ -221,6 +223,12 @@ def memory() -> dict[str, int]:
     }
 
 
+def context() -> Row:
+    """What the CUDA context takes beside the allocator, if nothing else uses the card."""
+    free, total = torch.cuda.mem_get_info()
+    return {"context_bytes": total - free - torch.cuda.memory_reserved()}
+
+
 def tokens(config: Any, batch_size: int, seq_len: int) -> torch.Tensor:
     """Token ids on the device."""
     generator = torch.Generator().manual_seed(0)
@@ -247,6 +255,7 @@ def reporter(rows: Rows, sizes: Sizes) -> None:
     config = config_of("mistral", sizes)
     for way in ("peft", UNCLEARED, "full", "compute", "norms", "adapted", "none"):
         rows.measure(way, functools.partial(preparing, config, way))
+    rows.measure("CUDA context, afterwards", context)
 
 
 def preparing(config: PretrainedConfig, way: str) -> Row:
@@ -260,12 +269,8 @@ def preparing(config: PretrainedConfig, way: str) -> Row:
     row = {"loaded_bytes": before["allocated_bytes"], "reserved_before_bytes": before["reserved_bytes"]}
     row |= {f"added_{name}": after[name] - before[name] for name in before}
     del prepared, model
-    times = []
-    for _ in range(2):
-        release()
-        model = draw(config, NF4_DOUBLE)
-        times.append(seconds(lambda model=model: prepare(model, way)))
-    return row | {"prepare_seconds": min(times), "waits": waited[0] if waited else None}
+    taken = min(seconds(functools.partial(prepare, draw(config, NF4_DOUBLE), way)) for _ in range(2))
+    return row | {"prepare_seconds": taken, "waits": waited[0] if waited else None}
 
 
 def prepare(model: Any, way: str) -> Any:
@@ -291,7 +296,7 @@ def waits() -> Iterator[list[int]]:
             yield counted
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    counted.append(sum("synchronizing" in str(one.message) for one in heard))
+    counted.append(sum("called a synchronizing" in str(one.message) for one in heard))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -305,6 +310,7 @@ def cells(model: str, rows: Rows, sizes: Sizes) -> None:
     for way in WAYS:
         cells_of(model, way, predicted, rows, sizes)
         release()
+    rows.measure(f"{model}, CUDA context, afterwards", context)
 
 
 def cells_of(model: str, way: str, predicted: dict[str, Row], rows: Rows, sizes: Sizes) -> None:
