@@ -51,6 +51,8 @@ LORA = LoraConfig(r=16, target_modules="all-linear")
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 NF4_DOUBLE = BitsAndBytesConfig(**{**NF4.to_diff_dict(), "bnb_4bit_use_double_quant": True})
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a value
+
 Row = dict[str, Any]
 
 
@@ -61,7 +63,8 @@ class Sizes(NamedTuple):
         name: The name of the predictions.
         shape: Fields that take the place of those of the published configs.
         batches: The batch size and the length of each step.
-        compared: The shape of the models whose bits are compared, and how many architectures.
+        compared: The shape of the models whose bits are compared.
+        architectures: How many of these are compared.
         blocks: Blocks of the model that is merged from files.
         generated: Tokens to generate.
         tests: What pytest runs.
@@ -70,7 +73,8 @@ class Sizes(NamedTuple):
     name: str
     shape: dict[str, int]
     batches: tuple[tuple[int, int], ...]
-    compared: tuple[dict[str, int], int]
+    compared: dict[str, int]
+    architectures: int
     blocks: int
     generated: int
     tests: str
@@ -86,9 +90,9 @@ TINY = {
     "vocab_size": 1024,
 }
 WIDER = TINY | {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 32000}
-FULL = Sizes("full", {}, ((1, 512), (1, 2048), (3, 1024), (1, 4096)), (WIDER, 4), 4, 32, "tests/gpu")
-SMALL = Sizes("small", TINY, ((1, 16), (1, 64), (2, 32), (4, 16)), (TINY, 4), 2, 4, "tests/gpu/test_accelerator.py")
-FIRST = SMALL._replace(batches=SMALL.batches[:1], compared=(TINY, 1))
+FULL = Sizes("full", {}, ((1, 512), (1, 2048), (3, 1024), (1, 4096)), WIDER, 4, 4, 32, "tests/gpu")
+SMALL = Sizes("small", TINY, ((1, 16), (1, 64), (2, 32), (4, 16)), TINY, 4, 2, 4, "tests/gpu/test_accelerator.py")
+FIRST = SMALL._replace(batches=SMALL.batches[:1], architectures=1)
 
 
 class Rows:
@@ -119,11 +123,11 @@ class Rows:
         self.put(name, row, time.monotonic() - start)
         release()
 
-    def put(self, name: str, row: Row, seconds: float) -> None:
+    def put(self, name: str, row: Row, taken: float) -> None:
         """Write a row to the file, and say so."""
         self.found[name] = row
         self.write(is_finished=False)
-        print(f"  {seconds:6.1f} s  {name}: {row.get('error', 'measured')}", flush=True)
+        print(f"  {taken:6.1f} s  {name}: {row.get('error', 'measured')}", flush=True)
 
     def write(self, *, is_finished: bool) -> None:
         """Write the file, in one step."""
@@ -485,7 +489,7 @@ def write_predictions() -> None:
 
 def bits(rows: Rows, sizes: Sizes) -> None:
     """What is the same bit for bit, on four architectures."""
-    shape, number = sizes.compared
+    shape = sizes.compared
     opt = {"ffn_dim": shape["intermediate_size"], "word_embed_proj_dim": shape["hidden_size"]}
     configs = {
         "Llama": transformers.LlamaConfig(**shape),
@@ -493,7 +497,7 @@ def bits(rows: Rows, sizes: Sizes) -> None:
         "Gemma2": transformers.Gemma2Config(**shape),
         "Mixtral": transformers.MixtralConfig(**shape, num_local_experts=4),
     }
-    for name, config in list(configs.items())[:number]:
+    for name, config in list(configs.items())[: sizes.architectures]:
         with tempfile.TemporaryDirectory() as folder:
             base = functools.cache(functools.partial(save_base, config, Path(folder) / "base"))
             rows.measure(f"{name}: training", lambda base=base: compared_training(base()))
@@ -593,7 +597,7 @@ def difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
         if first.shape != second.shape or first.dtype != second.dtype:
             return f"{name}: {second.dtype} {tuple(second.shape)}, not {first.dtype} {tuple(first.shape)}"
         num_values += first.numel()
-        unequal = int((first != second).sum())
+        unequal = int((first.view(BITS[first.itemsize]) != second.view(BITS[second.itemsize])).sum())
         if unequal:
             num_tensors, num_unequal = num_tensors + 1, num_unequal + unequal
             off = (first.double() - second.double()).abs().max() / first.double().abs().max()
@@ -726,26 +730,27 @@ def tests(rows: Rows, sizes: Sizes) -> None:
     """The tests of a GPU, by file."""
     import pytest
 
-    by_file: dict[str, Row] = {}
+    rows.found = {}
 
     class Recorder:
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when != "call" and report.passed:
                 return
-            name = report.nodeid.partition("::")[0]
-            row = by_file.setdefault(name, {"passed": 0, "skipped": 0, "failed": 0, "names": ""})
+            file, _, test = report.nodeid.partition("::")
+            row = rows.found.setdefault(file, {"passed": 0, "skipped": 0, "failed": 0, "why": ""})
             row[report.outcome] += 1
-            row["names"] += f" {report.nodeid.partition('::')[2]}" if report.failed else ""
+            if report.failed:
+                row["why"] += f"{test}: {report.longreprtext.splitlines()[-1][:200]}; "
+            rows.write(is_finished=False)
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # an image for GPUs has many
     # libraries are imported before pytest could rewrite them
     options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     if not torch.backends.cuda.is_built():  # the device is a simulated one
         options += ["-m", "not real_gpu"]
-    start = time.monotonic()
     pytest.main([str(HERE.parents[1] / sizes.tests), *options], plugins=[Recorder()])
-    for name, row in (by_file or {sizes.tests: {"error": "pytest ran nothing"}}).items():
-        rows.put(name, row, time.monotonic() - start)
+    if not rows.found:
+        rows.put(sizes.tests, {"error": "pytest ran nothing"}, 0)
 
 
 RUN: dict[str, Callable[[Rows, Sizes], None]] = {
