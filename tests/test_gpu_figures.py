@@ -23,7 +23,7 @@ path, is_stopped = folder / f"{name}.json", name == stopped and not (folder / "t
 rows = {"one": {"step_seconds": 0.5}} | ({} if is_stopped else {"two": {"step_seconds": 0.25}})
 with (folder / "started").open("a") as started:
     started.write(f"{name} ")
-path.write_text(json.dumps({"finished": not is_stopped, "environment": json.loads(card), "rows": rows}))
+path.write_text(json.dumps({"finished": not is_stopped, "is_small": True, "environment": json.loads(card), "rows": rows}))
 if is_stopped:
     (folder / "tried").touch()
     os.kill(os.getpid(), 9)
@@ -47,6 +47,8 @@ def test_a_command_that_was_stopped_goes_on_with_what_is_missing(
     said = capfd.readouterr().out
     assert said.count("measured before") == len(gpu.LIMITS) - 1
     assert all(f"| {name} | 2 | 0 | yes |" in said for name in gpu.LIMITS)
+    with pytest.raises(SystemExit, match="has figures of small models"):
+        gpu.measure(tmp_path, is_small=False)
 
 
 def test_rows_that_are_there_are_not_measured_again_and_errors_are(
@@ -60,7 +62,7 @@ def test_rows_that_are_there_are_not_measured_again_and_errors_are(
             raise found
         return {"seconds": found}
 
-    rows = figures("gpu_parts").Rows(path)
+    rows = figures("gpu_parts").Rows(path, is_small=True)
     rows.measure("kept", lambda: row("kept", 1.0))
     rows.measure("failed", lambda: row("failed", RuntimeError("out of memory")))
     with pytest.raises(KeyboardInterrupt):
@@ -68,14 +70,14 @@ def test_rows_that_are_there_are_not_measured_again_and_errors_are(
     assert json.loads(path.read_text())["rows"]["failed"] == {"error": "RuntimeError: out of memory"}
 
     asked.clear()
-    rows = figures("gpu_parts").Rows(path)
+    rows = figures("gpu_parts").Rows(path, is_small=True)
     for name in ("kept", "failed", "stopped"):
         rows.measure(name, lambda name=name: row(name, 2.0))
     assert asked == ["failed", "stopped"]
     assert [found["seconds"] for found in json.loads(path.read_text())["rows"].values()] == [1.0, 2.0, 2.0]
 
 
-def made(card: str) -> dict[str, Any]:
+def made(card: str, *, is_small: bool = False) -> dict[str, Any]:
     """What a GPU would measure."""
     added = {"peft": 1024, "compute": 0.5, "norms": 0}
     steps = {"norms, 1 x 512": {"off_percent": -1.5}, "peft, 1 x 512": {"off_percent": 2.5}, "trl": {"error": "none"}}
@@ -85,7 +87,8 @@ def made(card: str) -> dict[str, Any]:
         "bits": {"Llama": {"export and merge": "the same bits, 21 tensors"}},
     }
     environment = {**CARD, "card": card}
-    return {name: {"finished": True, "environment": environment, "rows": rows} for name, rows in parts.items()}
+    said = {"finished": True, "is_small": is_small, "environment": environment}
+    return {name: {**said, "rows": rows} for name, rows in parts.items()}
 
 
 def test_pages_are_written_from_what_was_measured(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +109,9 @@ def test_pages_are_written_from_what_was_measured(gpu: Any, tmp_path: Path, monk
     assert "training steps of\na 7B and an 8B model, 1 are within 2 % of the prediction" in readme
     assert "1,024.0\nMiB more" in readme
     assert json.loads(gpu.FIGURES.read_text()) == gpu.read(tmp_path)
-    with pytest.raises(SystemExit, match="found those of a simulated one"):
-        gpu.write_pages(made(gpu.SIMULATED))
+    for rehearsed in (made(gpu.SIMULATED), made(CARD["card"], is_small=True)):
+        with pytest.raises(SystemExit, match="found those of a rehearsal"):
+            gpu.write_pages(rehearsed)
     with pytest.raises(SystemExit, match="run --out DIR again"):
         gpu.write_pages({})
 

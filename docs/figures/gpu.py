@@ -59,6 +59,8 @@ def read(folder: Path) -> Found:
 def measure(folder: Path, *, is_small: bool) -> int:
     """Run the parts that are not finished, and print the table, whatever happens."""
     folder.mkdir(parents=True, exist_ok=True)
+    if any(part["is_small"] != is_small for part in read(folder).values()):
+        raise SystemExit(f"{folder} has figures of {'large' if is_small else 'small'} models: name another folder")
     try:
         for name, seconds in LIMITS.items():
             limit = seconds * (10 if is_small else 1)
@@ -187,8 +189,8 @@ def write_pages(found: Found) -> None:
     if not found.get("reporter", {}).get("finished") or not {"mistral", "qwen"} & {*found}:
         raise SystemExit("expected a folder with the parts reporter and mistral or qwen measured; run --out DIR again")
     card = found["reporter"]["environment"]["card"]
-    if card == SIMULATED:
-        raise SystemExit(f"expected the figures of a GPU, found those of a {card} one")
+    if card == SIMULATED or found["reporter"]["is_small"]:
+        raise SystemExit("expected the figures of a GPU without --small, found those of a rehearsal")
     FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     on_page = {name: part for name, part in found.items() if name != "first"}
     replace_section(PAGE, "gpu", f"{summary(found)}\n\n{tables(on_page, level='##')}")

@@ -100,13 +100,14 @@ class Rows:
 
     Args:
         path: The file; what it has is not measured again.
+        is_small: Whether the models are small, which the file records.
 
     Attributes:
         prefix: What the names of rows begin with from here on.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, is_small: bool) -> None:
+        self.path, self.is_small = path, is_small
         self.found: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
         self.prefix = ""
 
@@ -131,7 +132,8 @@ class Rows:
 
     def write(self, *, is_finished: bool) -> None:
         """Write the file, in one step."""
-        content = {"finished": is_finished, "environment": environment(), "rows": self.found}
+        said = {"finished": is_finished, "is_small": self.is_small, "environment": environment()}
+        content = {**said, "rows": self.found}
         part = self.path.with_suffix(".new")
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         part.replace(self.path)
@@ -771,6 +773,6 @@ def run(name: str, path: Path, *, is_small: bool) -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rows = Rows(path)
+    rows = Rows(path, is_small=is_small)
     RUN[name](rows, SMALL if is_small else FULL)
     rows.write(is_finished=not any("error" in row for row in rows.found.values()))
