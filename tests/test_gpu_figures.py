@@ -23,7 +23,8 @@ path, is_stopped = folder / f"{name}.json", name == stopped and not (folder / "t
 rows = {"one": {"step_seconds": 0.5}} | ({} if is_stopped else {"two": {"step_seconds": 0.25}})
 with (folder / "started").open("a") as started:
     started.write(f"{name} ")
-path.write_text(json.dumps({"finished": not is_stopped, "is_small": True, "environment": json.loads(card), "rows": rows}))
+said = {"finished": not is_stopped, "is_small": True, "environment": json.loads(card)}
+path.write_text(json.dumps({**said, "rows": rows}))
 if is_stopped:
     (folder / "tried").touch()
     os.kill(os.getpid(), 9)
