@@ -33,7 +33,7 @@ from support.trainers import dataset, prompt
 
 NEEDS = {
     "Needs the network": 6,
-    "Needs a GPU": 2,
+    "Needs a GPU": 3,
     "Needs HQQ": 1,
     "Needs minutes": 8,
     "Needs hours": 1,

@@ -16,6 +16,7 @@ WRITES = {
     "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",
     "fits": "docs/fits.md: the longest sequences and largest batches of known models, by device",
     "front": "docs/pictures/front.svg: what merges lose and what a step takes, of README and front page",
+    "gpu": "docs/gpu.md, README.md and docs/benchmarks/gpu.json: what a GPU measures",
     "guarantees": "docs/guarantees.md: the sums of the records of `python tests/campaign`",
     "memory_tables": "docs/memory.md and docs/step.md: what preparing and a step take, by model and precision",
     "merge_times": "nothing: prints how long merging and measuring take on Mistral-7B's shapes",

@@ -1,12 +1,13 @@
 """Runs pytest on a simulated device: ``python tests/device/run.py cuda|sim [--zoo] ARGUMENTS``.
 
 With ``--zoo`` the models of the zoo lie on the device, in tests that were written for a CPU too. Tests that are marked
-``real_gpu`` are left out.
+``real_gpu`` are left out. A folder with a ``__main__.py``, such as docs/figures, is run as a program instead.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ def put_zoo_on(kind: str) -> None:
 
 def main(kind: str, *arguments: str) -> int:
     device.start(kind)
+    if Path(arguments[0], "__main__.py").exists():
+        sys.argv[:] = arguments
+        sys.path.insert(0, str(Path(__file__).parents[2]))
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else bool(ended.code)
+        return 0
     import pytest
 
     tests = Path(__file__).parents[1]
