@@ -134,6 +134,14 @@ def load_base(
         )
 
     config = read_config(source, trust_remote_code)
+    layer_types = getattr(config.get_text_config(), "layer_types", None)
+    if layer_types and saved is not None and saved.config.get("layer_replication"):
+        raise ConfigError(
+            f"{saved.name} replicates layers (layer_replication), and the config of {os.fspath(source)!r} lists "
+            f"{len(layer_types)} (layer_types), to which PEFT adds none: a model with more layers than that cannot be "
+            "saved"
+        )
+
     settings = _quantization(source, config, quantization_config, manifest, saved)
     shapes = {} if saved is None else _shapes_in(saved)
     if manifest is not None:
