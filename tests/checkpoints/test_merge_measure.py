@@ -435,6 +435,24 @@ def test_scales_and_codes_of_an_adapted_layer_that_no_rounding_gives_are_found(
             assert told == ["its scales are neither the base's nor those of the merged weights"]
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_merge_that_was_quantized_to_8_bits_is_right_with_scales_of_its_own(
+    name: str, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges(name)
+    shutil.copytree(run.folder / "adapter", tmp_path / "adapter", ignore=shutil.ignore_patterns("kbitwrap.json"))
+    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    int8 = quantization_config("int8", torch.bfloat16)
+    half = reload_and_merge(run, torch.bfloat16, tmp_path / "half")
+    quantized = model_class.from_pretrained(half, quantization_config=int8, device_map={"": "cpu"})
+    quantized.save_pretrained(tmp_path / "merged")
+    base, adapter = run.folder / "base", tmp_path / "adapter"
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=int8)
+    assert report.findings == ()
+    assert report.merge is not None
+    assert abs(report.merge.kept - 1) < 0.05
+
+
 def test_a_quantized_merge_that_cannot_be_loaded_is_a_finding(merges: Callable[[str], Run], tmp_path: Path) -> None:
     run = merges("llama")
     load("llama").save_pretrained(tmp_path / "merged")
