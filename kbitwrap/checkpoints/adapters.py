@@ -225,6 +225,7 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
     folder = os.fspath(saved.folder)
     names_before = getattr(model, "_checkpoint_conversion_mapping", None)
     _refuse_unknown_stacks(model, saved)
+    _refuse_other_codes(model, saved)
     older = _names_of_single_experts(model, saved)
     if older and any(map(is_quantized_layer, model.modules())):
         raise ConfigError(
@@ -272,10 +273,7 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
     if unread and older:
         raise ConfigError(f"{older}{_UNCONVERTED}")
     if unread:
-        raise ConfigError(
-            f"{saved.name} has tensors that the base has no place for ({first_of(sorted(unread))}): give the base "
-            "that was trained on, or these tensors under the names that PEFT's save_pretrained writes"
-        )
+        raise _no_place(saved, unread)
 
     if lost:
         raise ConfigError(
@@ -299,6 +297,36 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             _lay_by_rank(layer)
 
     return adapted  # type: ignore[no-any-return]
+
+
+def vocabulary_layers(model: Any) -> list[nn.Module]:
+    """A model's embeddings and head, as far as it has them."""
+    try:
+        layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    except (AttributeError, NotImplementedError):
+        return []
+
+    return [layer for layer in layers if layer is not None]
+
+
+def _refuse_other_codes(model: nn.Module, saved: SavedAdapter) -> None:
+    """Raise for the own weight, or scales, of a quantized layer: PEFT saves these of the vocabulary alone."""
+    vocabulary = vocabulary_layers(model)
+    quantized = set()
+    for fqn, module in model.named_modules():
+        if is_quantized_layer(module) and module not in vocabulary:
+            quantized.update([f"{fqn}.weight", f"{fqn}.SCB"])
+
+    found = [name for name in saved.tensors if canonical_fqn(name) in quantized]
+    if found:
+        raise _no_place(saved, found)
+
+
+def _no_place(saved: SavedAdapter, names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{saved.name} has tensors that the base has no place for ({first_of(sorted(names))}): give the base that was "
+        "trained on, or these tensors under the names that PEFT's save_pretrained writes"
+    )
 
 
 def _is_same(there: torch.Tensor, value: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
-from .adapters import SavedAdapter, with_adapter
+from .adapters import SavedAdapter, vocabulary_layers, with_adapter
 from .reader import (
     StoredTensor,
     load_manifest,
@@ -134,6 +134,14 @@ def load_base(
         )
 
     config = read_config(source, trust_remote_code)
+    layer_types = getattr(config.get_text_config(), "layer_types", None)
+    if layer_types and saved is not None and saved.config.get("layer_replication"):
+        raise ConfigError(
+            f"{saved.name} replicates layers (layer_replication), and the config of {os.fspath(source)!r} lists "
+            f"{len(layer_types)} (layer_types), to which PEFT adds none: a model with more layers than that cannot be "
+            "saved"
+        )
+
     settings = _quantization(source, config, quantization_config, manifest, saved)
     shapes = {} if saved is None else _shapes_in(saved)
     if manifest is not None:
@@ -548,9 +556,12 @@ def _refuse_in_use(
 def _is_replaced(adapted: nn.Module, name: str, start: int, end: int) -> bool:
     """Whether an adapter's own rows take the place of those of a parameter, whose module PEFT may have wrapped."""
     path, _, _ = name.rpartition(".")
+    if "original_module" in path.split("."):
+        return True
+
     wrapper_path, _, child = path.rpartition(".")
     if child != "base_layer":
-        return child == "original_module"
+        return False
 
     trained: set[int] = set()
     wrapper = adapted.get_submodule(wrapper_path)
@@ -631,11 +642,16 @@ def _skipping(
             quantized[fqn] = parameter
 
     trained = []
+    vocabulary = vocabulary_layers(meta)
     for name, stored in saved.tensors.items():
         fqn = canonical_fqn(name)
         parameter = quantized.get(fqn)
         # codes beside factors are of a layer that was quantized
         if parameter is None or not stored.dtype.is_floating_point:
+            continue
+        # PEFT saves what is below factors of the vocabulary alone
+        layer = meta.get_submodule(fqn.rpartition(".")[0])
+        if name.endswith(".base_layer.weight") and layer not in vocabulary:
             continue
         if stored.shape[1:] == parameter.unpacked.shape[1:]:
             trained.append(fqn.removesuffix(".weight"))
@@ -684,15 +700,9 @@ def _num_rows(model: Any) -> set[int]:
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
     """The parameters of a model's embeddings and head by all of their names, unless they are quantized."""
-    try:
-        layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-    except (AttributeError, NotImplementedError):  # it has no vocabulary
-        return {}
-
     held: set[nn.Parameter] = set()
-    for layer in layers:
-        if layer is not None:
-            held.update(layer.parameters(recurse=False))
+    for layer in vocabulary_layers(model):
+        held.update(layer.parameters(recurse=False))
 
     found = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):

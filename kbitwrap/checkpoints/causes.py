@@ -23,6 +23,7 @@ EXCHANGED = "two layers or experts were exchanged"
 TRANSPOSED = "transposed"
 NOT_FINITE = "not finite"
 REQUANTIZED = "an adapter was merged into quantized weights"
+OTHER_SCALES = "its scales are neither the base's nor those of the merged weights"
 REQUANTIZED_TO_4_BITS = "an adapter was merged into 4-bit weights"
 ANOTHER_ADAPTER = "another adapter's delta"
 ANOTHER_BASE = "onto another base, or this one quantized otherwise"
@@ -76,7 +77,11 @@ def _explains(against: Against, figures: Figures) -> bool:
             return against.off <= _OF_QUANTIZED**2 * against.size
         # With scales of its own a weight of 4 bits was rounded to the nearest codes, by
         # which most of a delta is lost; with the base's, its codes were chosen.
-        if figures.num_bits == 4 and not figures.stored.has_base_scales:
+        if not figures.stored.has_due_scales:
+            return False
+        allowed = _ROUNDINGS * math.sqrt(against.rounding)
+        allowed += math.sqrt(figures.stored.most_off) + OF_DELTA * math.sqrt(delta)
+        if math.sqrt(against.off) > allowed:
             return False
         deviation = math.sqrt(against.off / num_elements / delta)
         difference = abs(against.kept(delta) - 1)
@@ -180,6 +185,11 @@ class Causes:
         if not figures.delta:
             is_all = len(figures.shape) > 1 and part >= _MOST_OF_BASE
             return (ANOTHER_BASE if is_all else CHANGED), evidence
+
+        stored = figures.stored
+        is_scaled = stored is not None and not stored.has_due_scales
+        if is_scaled and figures.num_bits == 8:
+            return OTHER_SCALES, evidence
 
         if figures.is_of_codes and part < 1:
             return of_requantized(figures), ""

@@ -120,12 +120,14 @@ class Stored:
 
     Attributes:
         dtype: The dtype of its codes.
-        has_base_scales: Whether its statistics are the base's, in which case its codes
-            alone were changed.
+        has_due_scales: Whether its statistics are the base's, in which case its codes
+            alone were changed, or, in 8 bits, those that the merged values give.
+        most_off: The squared length of what rounding to its codes takes at most.
     """
 
     dtype: torch.dtype
-    has_base_scales: bool
+    has_due_scales: bool = True
+    most_off: float = math.inf
 
 
 @dataclass(frozen=True)

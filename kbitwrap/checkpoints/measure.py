@@ -398,14 +398,7 @@ class _Measuring:
         """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
         in_model = self._names_in_model.get(fqn, fqn)
         comparing = functools.partial(
-            compare,
-            fqn,
-            found,
-            after,
-            self._trained(fqn),
-            dtype=self.dtype,
-            stored=self._stored(fqn),
-            was_quantized=layer is not None,
+            self._figures_of, fqn, found, after, self._trained(fqn), layer is not None
         )
         figures = comparing(None)
         own = self.merged.layers.get(in_model)
@@ -461,16 +454,7 @@ class _Measuring:
         if after is None:
             return figures
 
-        again = compare(
-            fqn,
-            found,
-            after,
-            original,
-            None,
-            dtype=self.dtype,
-            stored=self._stored(fqn),
-            was_quantized=True,
-        )
+        again = self._figures_of(fqn, found, after, original, True, None)
         if not is_right(again):
             return figures
 
@@ -516,16 +500,53 @@ class _Measuring:
 
         return None
 
-    def _stored(self, fqn: str) -> Stored | None:
-        """The way that the checkpoint stores a tensor quantized."""
+    def _figures_of(
+        self,
+        fqn: str,
+        found: Tensor,
+        after: Tensor,
+        before: Tensor,
+        was_quantized: bool,
+        original: Tensor | None,
+    ) -> Figures:
+        """Compare a tensor with its references; of one that is stored quantized, tell what rounding explains."""
         name = self._names_in_model.get(fqn, fqn)
         layer = self.merged.layers.get(name)
         dtype = None if layer is None else stored_dtype(layer)
-        if layer is None or dtype is None:
-            return None
+        figures = compare(
+            fqn,
+            found,
+            after,
+            before,
+            original,
+            dtype=self.dtype,
+            stored=None if dtype is None else Stored(dtype),
+            was_quantized=was_quantized,
+        )
+        if layer is None or dtype is None or not figures.delta:
+            return figures
 
+        codes = codes_of(layer) if is_quantized_layer(layer) else None
+        if codes is None:
+            stored = Stored(dtype, figures.num_bits != 4)
+            return dataclasses.replace(figures, stored=stored)
+
+        values = materialize(after).float()
+        delta = values - materialize(before).float()
+        if original is not None:
+            values = materialize(original).float() + delta
         base = self.quantized.get(name)
-        return Stored(dtype, base is not None and _has_scales_of(layer, base))
+        base_codes = None if base is None else codes_of(quantized_layer(base))
+        has_due_scales = base_codes is not None and codes.has_scales_of(base_codes)
+        if is_transposed(layer):
+            values, delta = values.mT, delta.mT
+        if not has_due_scales and dtype == torch.int8:
+            eps = torch.finfo(self.dtype).eps
+            allowed = eps * values.abs() + OF_DELTA * delta.abs()
+            has_due_scales = has_scales_of_values(layer, values, allowed)
+
+        stored = Stored(dtype, has_due_scales, codes.most_off(values.flatten()))
+        return dataclasses.replace(figures, stored=stored)
 
     def _trained(self, fqn: str) -> Tensor:
         before = self.before.saved.get(fqn)
@@ -580,15 +601,6 @@ def _some_of(tensor: Tensor) -> Tensor:
     matrix = tensor.flatten(0, -2)
     height, width = (math.ceil(size / _MOST_ROWS) for size in matrix.shape)
     return matrix[::height, ::width]
-
-
-def _has_scales_of(layer: nn.Module, base: nn.Module) -> bool:
-    """Whether a layer of bitsandbytes has the statistics of the base's."""
-    if not is_quantized_layer(layer):
-        return False
-
-    own, other = codes_of(layer), codes_of(quantized_layer(base))
-    return own is not None and other is not None and own.has_scales_of(other)
 
 
 def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..errors import ConfigError
 from ..export.export import saved_tensors
 from ..export.merge import merge_into
 from ..export.plain import is_transposed, make_plain
+from ..export.ties import untie
 from ..export.twin import build_twin
 from ..model.pretrained import load_pretrained
 from ..model.quantization import is_quantized_layer, library_dequantizer
@@ -61,8 +63,22 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
     """The plain model that a model is, with or without its active adapters, not rounded."""
     twin = build_twin(ModelTree(model))
     merge_into(twin, None if is_merged else (), in_float32=True)
+    ties = tied_names(twin.model)
+    configs = getattr(model, "peft_config", {}).values()
+    if any(getattr(config, "layer_replication", None) for config in configs):
+        _untie_replicas(twin.model, ties)
+
     saved = saved_tensors(twin.model)
-    return Side(saved, twin.model.state_dict(), tied_names(twin.model))
+    return Side(saved, twin.model.state_dict(), ties)
+
+
+def _untie_replicas(model: nn.Module, ties: list[list[str]]) -> None:
+    """Tell the layers that PEFT replicated apart: a model's own saving refuses those that share weights."""
+    for first, *others in ties:
+        for fqn in others:
+            if re.sub(r"\d+", "", fqn) == re.sub(r"\d+", "", first):
+                path, _, name = fqn.rpartition(".")
+                untie(model.get_submodule(path), name)
 
 
 def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

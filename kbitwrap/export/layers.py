@@ -44,6 +44,10 @@ _ROWS = {
     "vera.Linear": {"vera_B": 0, "vera_lambda_b": 0},
 }
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
+_OF_STORAGE = (
+    "PEFT computes with what a quantized layer stores as though it were its weight: "
+    "train this method on a base that is not quantized"
+)
 _PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
@@ -59,10 +63,6 @@ class Merger:
         # A parameter that is adapted by name is not that of a layer that could be run
         # by itself.
         self._is_compared = all(one.parameter is None for one in layers)
-        # PEFT lets such a layer take the quantized storage for the weight's values.
-        innermost = layers[0].layer
-        is_quantized = is_quantized_layer(innermost.get_base_layer())
-        self._reads_storage = is_quantized and not _dequantizes(innermost)
 
     def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
         """Merge into ``rows`` of a plain base, which may be changed.
@@ -78,6 +78,12 @@ class Merger:
             with outermost.refusing():
                 probe = probe_of(plain)
                 unadapted = plain(probe)
+                if not isinstance(unadapted, Tensor):
+                    raise TypeError(
+                        f"{type(plain).__name__} returns no tensor that PEFT could add "
+                        f"to, but a {type(unadapted).__name__}: leave it out of the "
+                        "adapter (exclude_modules)"
+                    )
                 expected = self._adapted(plain, rows, probe, unadapted)
 
             merged = self._merged(plain, rows)
@@ -94,7 +100,7 @@ class Merger:
         again.
         """
         base = shallow_copy(plain)
-        if self._reads_storage:  # whoever does gets no numbers
+        if self._layers[0].reads_storage:  # whoever does gets no numbers
             weight = plain.get_parameter("weight")
             unknown = weight.new_full((1,), math.nan).expand(weight.shape)
             base._parameters["weight"] = nn.Parameter(unknown, requires_grad=False)
@@ -139,6 +145,9 @@ def _compare(found: Tensor, expected: Tensor, unadapted: Tensor) -> None:
     if not torch.isfinite(found).all():
         return
 
+    if not torch.isfinite(expected).all():
+        raise ValueError(_OF_STORAGE)
+
     difference = float((found - expected).abs().max())
     largest = float(max(unadapted.abs().max(), expected.abs().max()))
     if not difference <= _TOLERANCE * largest:
@@ -157,6 +166,9 @@ class _LayerMerge:
 
     def __init__(self, one: ActiveLayer) -> None:
         self._one = one
+        # PEFT lets such a layer take the quantized storage for the weight's values.
+        is_quantized = is_quantized_layer(one.layer.get_base_layer())
+        self.reads_storage = is_quantized and not _dequantizes(one.layer)
         self._copy: Any = None  # of the layer, in float32
         self._wholes: dict[Tensor, Tensor] = {}  # the values of the copy's tensors
 
@@ -172,7 +184,10 @@ class _LayerMerge:
         except ExportError:
             raise
         except Exception as error:
-            raise self._one.refusal(error) from error
+            why: object = error
+            if self.reads_storage and type(error) is RuntimeError:  # torch's, of shapes
+                why = f"{_OF_STORAGE} ({error})"
+            raise self._one.refusal(why) from error
 
     def merge(self, plain: nn.Module, rows: Rows) -> nn.Module:
         """Merge into ``rows`` of a plain base, which may be changed.

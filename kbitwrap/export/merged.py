@@ -19,6 +19,7 @@ from ..model.bitsandbytes_layers import STATISTICS, Rows, dequantized_dtype
 from ..model.quantization import is_quantized_layer, is_quantized_parameter
 from ..model.tree import join
 from ..reports import TensorMeasure
+from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
 from .adapted import AdaptedTensor
 from .adapters import ActiveLayer, refuse_infinite
@@ -80,7 +81,7 @@ class MergedModule:
         fqn: The name of the module.
         shell: The twin's module, whose tensors are replaced.
         original: A copy of the shell as it was.
-        dtype: The dtype of dequantized weights, where these do not name their own.
+        dtype: The dtype of dequantized weights, where these do not name a half dtype.
         is_rounded: Whether the dequantized weight is computed in another one.
         copy: The active copy of ``modules_to_save``, which runs instead of the
             original.
@@ -226,7 +227,9 @@ class MergedModule:
         if not is_quantized_parameter(before):
             return before.dtype
 
-        return dequantized_dtype(self.original, before) or self.dtype
+        # PEFT quantizes what some adapters leave in float32
+        own = dequantized_dtype(self.original, before)
+        return own if own in HALF_DTYPES else self.dtype
 
     def _is_rounded(self, name: str) -> bool:
         """Whether a weight of another library than bitsandbytes has to be rounded."""

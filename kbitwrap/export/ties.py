@@ -55,11 +55,11 @@ def settle_ties(
     if is_untied:
         for group in places:
             for module, name in group[1:]:
-                _untie(module, name)
+                untie(module, name)
         _untie_configs(model)
 
 
-def _untie(module: nn.Module, name: str) -> None:
+def untie(module: nn.Module, name: str) -> None:
     """Give a place a tensor of its own, with the same values."""
     tied = parameter_of(module, name)
     compute = functools.partial(values_of, tied)

@@ -125,6 +125,18 @@ class Codes(ABC):
         values = self._values_in(self._bytes_of(start, number))[:number]
         return values.view(len(scales), -1).mul_(scales).flatten()
 
+    def most_off(self, values: Tensor) -> float:
+        """The squared length of what rounding all elements takes at most, to one of the two codes around each.
+
+        One beyond the last code loses all that is beyond. ``values`` are flat, float32.
+        """
+        scales = self._scales_from(0, len(values))
+        parts = values.view(len(scales), -1) / scales
+        least, most = self._values.aminmax()
+        half_step = self._values.sort().values.diff().max() / 2
+        beyond = parts - parts.clamp(least, most)
+        return float(((beyond.square() + half_step**2) * scales.square()).sum())
+
     @abstractmethod
     def _values_in(self, stored: Tensor) -> Tensor:
         """The values of the codes in some bytes, in parts of their scales, as a new tensor."""

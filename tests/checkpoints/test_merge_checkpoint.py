@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -21,13 +22,14 @@ from kbitwrap import (
     KbitPreparedModel,
     Manifest,
     ManifestMismatchError,
+    QuantKind,
     doctor,
     merge_checkpoint,
 )
 from kbitwrap.export.export import save_model
 from support import zoo
 from support.files import read, tensors_of
-from support.merging import assert_same_model
+from support.merging import assert_rounded_once, assert_same_model, jitter, layers_of, lora_weight
 from support.thorough import few
 from support.training import adapt, step
 
@@ -272,3 +274,26 @@ def test_a_check_refuses_files_that_are_no_merge(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out").exists()
     merge_checkpoint(None, run.adapter, tmp_path / "out", **given)
     assert (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("quant", ["nf4", None])
+def test_replicated_layers_are_merged_and_measured_apart(quant: str | None, tmp_path: Path) -> None:
+    adapted = get_peft_model(zoo.load("llama", quant), zoo.lora_config("llama", layer_replication=[[0, 2], [1, 2]]))
+    jitter(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    settings = False if quant is None else transformers.BitsAndBytesConfig(**QuantKind.NF4.settings)
+    given: dict[str, Any] = {"quantization_config": settings, "dtype": "bfloat16"}
+    merge_checkpoint(zoo.checkpoint("llama"), tmp_path / "adapter", tmp_path / "merged", check=True, **given)
+    found = tensors_of(tmp_path / "merged")
+    for fqn, layer in layers_of(adapted).items():
+        assert_rounded_once(found[f"{fqn}.weight"], lora_weight(layer))
+    assert "model.layers.2.input_layernorm.weight" in found
+
+
+def test_replicated_layers_whose_types_the_config_lists_are_refused(tmp_path: Path) -> None:
+    base = transformers.Qwen2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    transformers.Qwen2ForCausalLM(base).save_pretrained(tmp_path / "base")
+    config = zoo.lora_config("llama", layer_replication=[[0, 2], [1, 2]])
+    get_peft_model(zoo.load("llama", None), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"replicates layers \(layer_replication\), and .* lists 2 \(layer_types\)"):
+        merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantization_config=False)

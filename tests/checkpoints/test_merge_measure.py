@@ -411,6 +411,46 @@ def test_a_quantized_layer_that_was_scaled_though_no_adapter_touches_it_is_found
         assert named(quantized) == (scale != 1)
 
 
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_scales_and_codes_of_an_adapted_layer_that_no_rounding_gives_are_found(
+    quant: str, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges("llama")
+    base, adapter, fqn = tmp_path / "base", tmp_path / "adapter", "model.layers.0.self_attn.v_proj.weight"
+    load("llama", quant).save_pretrained(base)
+    shutil.copytree(run.folder / "adapter", adapter, ignore=shutil.ignore_patterns("kbitwrap.json"))
+    for scale in (1.0, 0.9, 1.02, 1.5, None):
+        merged = tmp_path / str(scale)
+        merge_checkpoint(base, adapter, merged, merge_as="quantized")
+        scale_statistics(merged, fqn, scale or 1.0)
+        if scale is None:
+            tensors = {name: tensor.clone() for name, tensor in tensors_of(merged).items()}
+            tensors[fqn] = tensors[fqn].flip(0)
+            save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+        told = [finding.what for finding in doctor(merged, base=base, adapter=adapter).findings]
+        assert bool(told) == (scale != 1)
+        if quant == "int8" and scale not in (1.0, None):
+            assert told == ["its scales are neither the base's nor those of the merged weights"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_merge_that_was_quantized_to_8_bits_is_right_with_scales_of_its_own(
+    name: str, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges(name)
+    shutil.copytree(run.folder / "adapter", tmp_path / "adapter", ignore=shutil.ignore_patterns("kbitwrap.json"))
+    model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    int8 = quantization_config("int8", torch.bfloat16)
+    half = reload_and_merge(run, torch.bfloat16, tmp_path / "half")
+    quantized = model_class.from_pretrained(half, quantization_config=int8, device_map={"": "cpu"})
+    quantized.save_pretrained(tmp_path / "merged")
+    base, adapter = run.folder / "base", tmp_path / "adapter"
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=int8)
+    assert report.findings == ()
+    assert report.merge is not None
+    assert abs(report.merge.kept - 1) < 0.05
+
+
 def test_a_quantized_merge_that_cannot_be_loaded_is_a_finding(merges: Callable[[str], Run], tmp_path: Path) -> None:
     run = merges("llama")
     load("llama").save_pretrained(tmp_path / "merged")

@@ -47,24 +47,30 @@ def merge(folder: Path, settings: Any, manifest: Path | None = None) -> Path:
         "base_model.model.model.embed_tokens.modules_to_save.weight",
         "model.layers.0.input_layernorm.weight",
         "base_model.model.model.layers.0.self_attn.q_proj.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.original_module.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight.absmax",
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.SCB",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_C.weight",
         "base_model.model.model.norm.weight",  # this one is read
     ],
 )
 def test_what_nobody_reads_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    settings = BitsAndBytesConfig(load_in_8bit=True) if name.endswith("SCB") else NF4
     config = LlamaConfig(**SMALL, num_hidden_layers=1)
     LlamaForCausalLM(config).to(BFLOAT16).save_pretrained(tmp_path / "base")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=NF4, device_map={"": "cpu"})
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings, device_map={"": "cpu"})
     train(model, tmp_path, target_modules=["q_proj"])
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    trained = torch.randn(128, 64) if name.endswith(("head.weight", "tokens.weight")) else torch.randn(64)
+    shapes = {"lm_head": (128, 64), "embed_tokens": (128, 64), "layer.weight": (64, 64), "_module.weight": (64, 64)}
+    trained = torch.randn(next((shape for part, shape in shapes.items() if part in name), (64,)))
     save_file(load_file(file) | {name: trained}, file)
     if name.endswith("model.norm.weight"):
-        found = tensors_of(merge(tmp_path, NF4))["model.norm.weight"]
+        found = tensors_of(merge(tmp_path, settings))["model.norm.weight"]
         assert torch.equal(found, trained.to(BFLOAT16))
         return
     with pytest.raises(ConfigError, match=rf"has no place for \({name}\): .* under the names that PEFT"):
-        merge(tmp_path, NF4)
+        merge(tmp_path, settings)
 
 
 def test_two_values_for_one_tied_tensor_are_refused(tmp_path: Path) -> None:

@@ -81,6 +81,21 @@ def test_a_head_that_the_adapter_does_not_hold_is_named(tmp_path: Path) -> None:
         merged("llama", tmp_path, "out")
 
 
+@pytest.mark.parametrize("kind", ["Roberta", "Electra"])
+def test_a_head_of_several_layers_that_the_adapter_holds_is_merged(kind: str, tmp_path: Path) -> None:
+    base_class = getattr(transformers, f"{kind}ForMaskedLM")
+    config = base_class.config_class(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    base_class(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    loading = getattr(transformers, f"{kind}ForSequenceClassification")
+    model = loading.from_pretrained(tmp_path / "base", num_labels=3)
+    adapted = get_peft_model(model, peft.LoraConfig(r=4, target_modules=["query"], task_type="SEQ_CLS"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantization_config=False)
+    found = tensors_of(tmp_path / "merged")
+    for name, copy in adapted.classifier.modules_to_save["default"].named_parameters():
+        assert torch.equal(found[f"classifier.{name}"], copy.data)
+
+
 def resized(name: str) -> Any:
     model = zoo.load(name)
     torch.manual_seed(1)

@@ -85,6 +85,8 @@ def road_weight(layer: Any) -> torch.Tensor:
 FORMULAS: dict[str, tuple[Callable[[], peft.PeftConfig], Callable[[Any], torch.Tensor]]] = {
     "lora": (lambda: peft.LoraConfig(target_modules=TARGETS), lora_weight),
     "rslora": (lambda: peft.LoraConfig(target_modules=TARGETS, use_rslora=True), lora_weight),
+    # PEFT leaves what it quantizes again, whose values are float32
+    "olora": (lambda: peft.LoraConfig(target_modules=TARGETS, init_lora_weights="olora"), lora_weight),
     "dora": (lambda: peft.LoraConfig(target_modules=TARGETS, use_dora=True), dora_weight),
     "adalora": (lambda: peft.AdaLoraConfig(target_modules=TARGETS, total_step=10), adalora_weight),
     "ia3": (lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]), ia3_weight),
@@ -109,6 +111,7 @@ def test_methods_with_a_formula(
     export(adapted, tmp_path / "merged")
     tensors, layers = tensors_of(tmp_path / "merged"), layers_of(adapted)
     assert len(layers) == 4
+    assert {tensor.dtype for tensor in tensors.values()} == {BFLOAT16}
     for fqn, layer in layers.items():
         assert_rounded_once(tensors[f"{fqn}.weight"], formula(layer))
 

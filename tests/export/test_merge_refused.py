@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from peft import PeftModel, get_peft_model
 from torch import nn
 
@@ -44,6 +45,15 @@ def adapted_llama(config: peft.PeftConfig, quant: str = "nf4") -> PeftModel:
     return get_peft_model(zoo.load("llama", quant, use_cache=False), config)
 
 
+PHIMOE = transformers.PhimoeConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    num_local_experts=2,
+)
 PROMPTS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 
 
@@ -69,7 +79,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # PEFT lets it read the int8 codes as though they were weights, so it is nothing that a merge could keep.
     "a method that reads what is quantized": (
         lambda: adapted_llama(peft.HRAConfig(target_modules=["q_proj"]), "int8"),
-        "the merged layer computes another output",
+        "as though it were its weight: train this method on a base that is not quantized",
+    ),
+    "a method of the shape of what is quantized": (
+        lambda: adapted_llama(peft.LoHaConfig(target_modules=["q_proj"])),
+        "as though it were its weight: train this method on a base that is not quantized",
+    ),
+    "a layer that returns more than its product": (
+        lambda: get_peft_model(
+            transformers.PhimoeForCausalLM(PHIMOE), peft.LoraConfig(target_modules=["router"], init_lora_weights=False)
+        ),
+        "PhimoeTopKRouter returns no tensor that PEFT could add to, but a tuple",
     ),
 }
 
@@ -83,7 +103,8 @@ def test_what_cannot_be_merged_exactly_is_refused_by_name(case: str, tmp_path: P
     with pytest.raises(ExportError, match="cannot be merged exactly") as caught:
         export(adapted, tmp_path / "merged")
     assert message in str(caught.value)
-    assert caught.value.fqn in ("", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn")
+    places = ("", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn", "model.layers.0.mlp.router")
+    assert caught.value.fqn in places
     assert not (tmp_path / "merged").exists()
     assert before.diff(Snapshot(adapted)) == []
 
