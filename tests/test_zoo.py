@@ -93,7 +93,7 @@ def adapted(name: str, quant: str, dtype: torch.dtype, *, modules_to_save: bool 
     return peft.get_peft_model(zoo.load(name, quant, dtype), config)
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "quant", "dtype"), few(CASES, [*CASES[: len(zoo.CORE)], CASES[-1]]))
 def test_model_is_quantized_and_sees_every_parameter(name: str, quant: str, dtype: torch.dtype) -> None:
     model = zoo.load(name, quant, dtype)
     assert (num_quantized(model) > 0) == zoo.ARCHITECTURES[name].is_quantized

@@ -17,6 +17,7 @@ from kbitwrap.bench.plot import draw
 from kbitwrap.bench.settings import MISTRAL_7B, PLOT_SUFFIXES, SMALL, Settings, Shape, default_cases
 from kbitwrap.cli import main
 from support.benchmarks import all_cases, all_combinations, predicted_cases
+from support.thorough import few
 
 # ----------------------------------------------------------------------------------------------------
 # The command.
@@ -147,7 +148,7 @@ def test_what_was_not_saved_is_refused(
     assert re.fullmatch(f"kbitwrap: error: --from: .*{message}.*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("suffix", PLOT_SUFFIXES)
+@pytest.mark.parametrize("suffix", few(PLOT_SUFFIXES, []))
 def test_the_same_figures_make_the_same_plot(tmp_path: Path, measured: dict[str, Any], suffix: str) -> None:
     preparing = {**measured, "settings": {**measured["settings"], "step": False}}
     paths = [tmp_path / f"{name}{suffix}" for name in "ab"]

@@ -28,7 +28,6 @@ from kbitwrap.cli.base_state import BaseState
 from kbitwrap.cli.console import InputError, quiet_libraries
 from kbitwrap.cli.text import ByteTokens, read_blocks
 from support.demos import save_llama
-from support.thorough import few
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
@@ -139,9 +138,10 @@ def test_libraries_are_loud_again(error: type[Exception] | None) -> None:
             transformers_logging.disable_progress_bar()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("quant", "precision"),
-    few([*(("nf4", precision.value) for precision in Precision), ("int8", "compute")], [("int8", "compute")]),
+    [*(("nf4", precision.value) for precision in Precision), ("int8", "compute")],
 )
 def test_every_check_passes(capsys: pytest.CaptureFixture[str], quant: str, precision: str) -> None:
     status, result = run_json(capsys, "--quant", quant, "--precision", precision, "--steps", "2")
@@ -209,6 +209,7 @@ def small_run(small: str) -> dict[str, Any]:
     return json.loads(printed.getvalue())
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_figures(
     capsys: pytest.CaptureFixture[str], small: str, small_run: dict[str, Any]
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_restore_that_does_nothing_fails_a_check(
     } <= set(failed(result))
 
 
+@pytest.mark.thorough
 def test_restore_that_raises_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:
@@ -263,6 +265,7 @@ def test_restore_that_raises_fails(
     assert "restore() undid every edit" in failed(result)
 
 
+@pytest.mark.thorough
 def test_training_without_effect_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:
@@ -311,6 +314,7 @@ def test_the_merges_are_measured_by_their_logits_and_by_doctor(default_run: Run)
     assert in_place["kept"] < 0.5
 
 
+@pytest.mark.thorough
 def test_an_export_that_is_no_merge_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +332,7 @@ def test_an_export_that_is_no_merge_fails_a_check(
     assert "the trained copy was dropped" in result["merges"][-1]["faults"]
 
 
+@pytest.mark.thorough
 def test_a_number_that_is_not_pefts_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:
@@ -345,6 +350,7 @@ def test_a_number_that_is_not_pefts_fails_a_check(
     assert '"compute": PEFT\'s loss' in failed(result)
 
 
+@pytest.mark.thorough
 def test_all_checks_are_printed_where_that_is_asked_for(capsys: pytest.CaptureFixture[str], small: str) -> None:
     assert main(["demo", "--model", small, "--steps", "1", "--verbose"]) == 1  # it has learned too little
     lines = capsys.readouterr().out.splitlines()

@@ -19,6 +19,7 @@ from support import forks, training, zoo
 from support.files import tensors_of
 from support.merging import base_weight
 from support.snapshot import tensor_digest
+from support.thorough import few
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +397,7 @@ def test_an_adapter_that_is_not_there_is_looked_for_on_no_hub(
     assert "there is no folder 'some-adapter'" in err
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
+@pytest.mark.parametrize("quant", few(["nf4", "nf4-double", "fp4", "fp4-double", "int8"], ["fp4-double", "int8"]))
 def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record(
     quant: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

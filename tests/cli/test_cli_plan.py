@@ -121,7 +121,7 @@ def test_bars_are_of_characters_that_the_output_has(monkeypatch: pytest.MonkeyPa
     assert set(drawn[1]) == {"#", "+", "|"}
 
 
-@pytest.mark.parametrize("suffix", plot.PLOT_SUFFIXES)
+@pytest.mark.parametrize("suffix", few(plot.PLOT_SUFFIXES, plot.PLOT_SUFFIXES[:1]))
 def test_a_plan_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"plan{suffix}"
     model = str(zoo.checkpoint("llama"))

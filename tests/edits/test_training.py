@@ -202,7 +202,7 @@ def test_an_export_is_of_the_weights_as_loaded(quant: str, when: str, tmp_path: 
     assert (tmp_path / "merged" / file).read_bytes() == (plain / file).read_bytes()
 
 
-@pytest.mark.parametrize("quant", ["nf4", "fp4", IN_BFLOAT16])
+@pytest.mark.parametrize("quant", few(["nf4", "fp4", IN_BFLOAT16], ["fp4", IN_BFLOAT16]))
 def test_a_base_that_ran_before_is_exported_like_a_fresh_load(quant: str, tmp_path: Path) -> None:
     fresh, model = load(quant, torch.float16), load(quant, torch.float16)
     round_statistics(fresh)
@@ -255,7 +255,7 @@ def test_a_base_whose_scales_bitsandbytes_left_in_the_other_order_is_refused(rep
             call()
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("quant", few(QUANTS, ["nf4-double", IN_BFLOAT16]))
 def test_a_manifest_is_of_the_weights_as_loaded(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(quant)
     prepared = KbitPreparedModel(model).prepare()
@@ -291,8 +291,9 @@ def test_the_drop_in_trains_after_an_evaluation_as_after_none() -> None:
     assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("repacks", ["repacking"], indirect=True)  # the command line's own tests run it without
-@pytest.mark.parametrize("precision", few(["full", "compute", "norms"], ["compute"]))
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 def test_every_check_of_the_demonstration_passes(
     repacks: None, capsys: pytest.CaptureFixture[str], precision: str, tmp_path: Path
 ) -> None:

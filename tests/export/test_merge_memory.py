@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), few(LARGE_LAYERS, LARGE_LAYERS[::2]), ids=str
+    ("kind", "options"), few(LARGE_LAYERS, LARGE_LAYERS[::4]), ids=str
 )  # by default the others as weights
 def test_two_tensors_are_in_memory_at_most(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

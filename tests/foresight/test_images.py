@@ -168,7 +168,7 @@ def tracked(model: Any, batch: dict[str, torch.Tensor]) -> StepTracker:
     return tracker
 
 
-@pytest.mark.parametrize("name", few(list(CASES), ["Qwen2_5_VL", "SmolVLM"]))
+@pytest.mark.parametrize("name", few(list(CASES), ["SmolVLM"]))
 def test_a_step_with_images_equals_the_real_one_to_the_byte(name: str) -> None:
     model, batch = CASES[name]()
     given = copy.deepcopy(batch)

@@ -21,6 +21,7 @@ from kbitwrap.integrations import prepared_trainer
 from support import zoo
 from support.files import saved
 from support.snapshot import Snapshot, tensor_digest
+from support.thorough import few
 from support.trainers import (
     NUM_STEPS,
     RecordingTrainer,
@@ -124,7 +125,7 @@ def losses_without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> di
     }
 
 
-@pytest.mark.parametrize(("wrapper", "trainer", "precision"), CASES)
+@pytest.mark.parametrize(("wrapper", "trainer", "precision"), few(CASES, CASES[::2]))
 def test_trainers_checkpointing_wins_and_is_taken_back(
     tmp_path: Path,
     losses_without_checkpointing: dict[str, list[float]],

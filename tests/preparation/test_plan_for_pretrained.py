@@ -79,7 +79,7 @@ def test_the_samples_of_a_tied_weight_are_counted_once() -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "quant"), few(CASES, CASES[::3]))
+@pytest.mark.parametrize(("name", "quant"), few(CASES, CASES[::6]))
 def test_the_plan_is_that_of_the_loaded_model(name: str, quant: str) -> None:
     model = zoo.load(name, quant)
     for precision in Precision:
@@ -216,6 +216,7 @@ def test_the_known_figures_of_full(memory_tables: Any, name: str, added: float, 
     assert plan.by_role["norm"]["added_bytes"] / MIB < 1.2
 
 
+@pytest.mark.thorough
 def test_the_tables_of_the_memory_guide_are_those_of_the_planner(
     memory_tables: Any, figures: Callable[[str], Any]
 ) -> None:

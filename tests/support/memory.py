@@ -9,7 +9,7 @@ import torch
 
 
 def profiler() -> torch.autograd.profiler.profile:
-    """A profiler of what a CPU allocates; what it saw is read for its sizes alone: its own tables take ten times as long."""
+    """A profiler of what a CPU allocates, which makes tables of what it saw only where they are asked for."""
     return torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
 
 
