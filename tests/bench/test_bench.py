@@ -49,6 +49,8 @@ from support.benchmarks import (
 )
 from support.training import is_checkpointing
 
+pytestmark = pytest.mark.thorough  # measures for seconds, for a table of the authors' own
+
 NORM_BYTES = (2 * LAYERS + 1) * HIDDEN * 2  # bfloat16: what float32 adds to a weight is what it holds
 
 
@@ -65,7 +67,6 @@ def compared() -> dict[str, Any]:
     return all_combinations()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("precision", EXPORTED)
 def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> None:
     # Large enough that what Python and the C library take on the way, some 20 MiB, does not decide.
@@ -85,7 +86,6 @@ def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> 
     assert (row[0], *row[5:7], row[-1]) == (precision, *["2.00" if merged else "1.00"] * 2, "identical")
 
 
-@pytest.mark.thorough
 def test_a_case_is_measured_by_an_interpreter_of_its_own(tmp_path: Path) -> None:
     case = runner._run_case("none", settings(step=False, repeats=0), tmp_path)
     assert case["case"] == "none"
@@ -205,7 +205,6 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], 
     return install
 
 
-@pytest.mark.thorough
 def test_a_case_that_runs_out_of_memory_is_named_and_the_others_are_measured(
     out_of_memory: Callable[[Callable[[int], bool]], None], tmp_path: Path
 ) -> None:
@@ -234,7 +233,6 @@ def test_a_step_whose_comparison_runs_out_of_memory_keeps_its_costs(
     assert [step[key] for key in ("loss", "num_gradients", "largest_gradient_difference")] == [None, None, None]
 
 
-@pytest.mark.thorough
 def test_what_was_not_compared_is_not_called_identical(compared: dict[str, Any]) -> None:
     other = copy.deepcopy(compared)
     step = other["combinations"][7]["cases"][0]["steps"][0]

@@ -159,6 +159,7 @@ def test_the_same_figures_make_the_same_plot(tmp_path: Path, measured: dict[str,
     assert len(first) > 1000
 
 
+@pytest.mark.thorough
 def test_a_plot_shows_the_figures(
     without_processes: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: dict[str, Any]
 ) -> None:

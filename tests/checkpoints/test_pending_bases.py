@@ -259,7 +259,7 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
     monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(bits_module, "_PIECE", 1 << 16)
     config = transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, vocab_size=512
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, vocab_size=512
     )
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config).to(BFLOAT16)
@@ -279,7 +279,7 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
 
     tensor = 2 * 512 * 1024
     mapped = {(tmp_path / name / "model.safetensors").stat().st_size for name in ("base", "merged")}
-    assert quantized > 8 * tensor
+    assert quantized > 3 * tensor
     most = peak(size for size in allocations(measure) if abs(size) not in mapped)
     assert 0 < most <= 2 * tensor
 

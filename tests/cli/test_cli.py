@@ -231,6 +231,7 @@ def test_named_model_without_a_tokenizer_takes_bytes(small: str, small_run: dict
     assert [name for name in failed(small_run) if name != "the held-out loss fell"] == []
 
 
+@pytest.mark.thorough
 def test_a_restore_that_does_nothing_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:

@@ -83,7 +83,7 @@ def assert_as_exported(wrapper: KbitPreparedModel, folder: Path, found: Named, *
         ("mixtral", "nf4", "full"),  # experts, split and renamed by save_pretrained
         as_thorough(("dbrx", "nf4", "compute")),
         ("t5", "int8", "norms"),
-        ("whisper", "fp4", "norms"),
+        as_thorough(("whisper", "fp4", "norms")),
         as_thorough(("bert", "nf4", "full")),
         as_thorough(("qwen2_vl", "nf4", "norms")),
     ],

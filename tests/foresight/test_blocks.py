@@ -142,6 +142,7 @@ def test_blocks_that_adapters_are_not_told_apart_by_are_left_out_before_these_ar
     assert made == [7]
 
 
+@pytest.mark.thorough
 def test_blocks_before_the_first_adapter_are_of_a_kind_of_their_own() -> None:
     kinds = [*["conv"] * 5, "full_attention"] * 2 + ["conv"] * 2
     model = config("Lfm2", num_hidden_layers=14, layer_types=kinds, block_multiple_of=8)

@@ -368,6 +368,7 @@ def test_many_errors_are_summarized_quickly(text: str) -> None:
     assert time.perf_counter() - start < 20
 
 
+@pytest.mark.thorough
 def test_ten_thousand_mutations_are_refused_or_harmless(text: str) -> None:
     # Mutations of the bytes: single bits, bytes, pieces taken out, doubled, swapped, and pieces of other places.
     generator = random.Random(0)
