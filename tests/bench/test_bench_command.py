@@ -54,6 +54,7 @@ def without_processes(
     return asked
 
 
+@pytest.mark.thorough
 def test_the_command_prints_tables(
     without_processes: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_the_command_prints_tables(
     assert without_processes == [(asked, default_cases(asked))]
 
 
+@pytest.mark.thorough
 def test_the_command_prints_predictions_beside_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_checkpoint_that_fits_another_quantization_than_the_one_told_says_whic
     assert str(right.merge).endswith("added to the weights that it was trained on")
 
 
+@pytest.mark.thorough
 def test_what_fits_no_quantization_is_measured_by_the_one_told(tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=False)

@@ -30,7 +30,7 @@ from kbitwrap.model.tree import ModelTree
 from support import zoo
 from support.memory import allocations, peak
 from support.merging import jitter
-from support.thorough import few
+from support.thorough import every_other, few
 
 BFLOAT16 = torch.bfloat16
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=BFLOAT16)
@@ -170,7 +170,7 @@ def test_what_would_be_converted_is_loaded_quantized() -> None:
     assert any(map(is_quantized_layer, model.modules()))
 
 
-@pytest.mark.parametrize("quant", ["nf4", "int8"])
+@pytest.mark.parametrize("quant", every_other(["nf4", "int8"]))
 @pytest.mark.parametrize(
     ("options", "is_left_pending"), [({}, True), ({"use_dora": True}, False), ({"init_lora_weights": "olora"}, False)]
 )

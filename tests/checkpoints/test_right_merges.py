@@ -43,7 +43,7 @@ def assert_right(report: DoctorReport) -> str:
     return report.merge.onto
 
 
-@pytest.mark.parametrize(("name", "quant", "dtypes"), few(CASES + CHOSEN, CHOSEN[:2]))
+@pytest.mark.parametrize(("name", "quant", "dtypes"), few(CASES + CHOSEN, CHOSEN[1:2]))
 def test_right_merges_of_an_architecture_have_no_finding(
     name: str, quant: str, dtypes: tuple[torch.dtype, ...], tmp_path: Path
 ) -> None:
@@ -85,7 +85,7 @@ METHODS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("dtype", few(DTYPES, DTYPES[:1]))
-@pytest.mark.parametrize("method", few(METHODS, ["dora", "ia3", "with a head"]))
+@pytest.mark.parametrize("method", few(METHODS, ["dora", "with a head"]))
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 def test_every_method_that_peft_merges_is_measured(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model_class = transformers.LlamaForCausalLM
@@ -124,7 +124,7 @@ IN_DTYPES = [
     ("base", "run", "copy", "quantization"),
     few(
         [(*dtypes, quantization) for dtypes in IN_DTYPES for quantization in ("given", "fitting")],
-        [(*IN_DTYPES[3], "given"), (*IN_DTYPES[-1], "fitting")],
+        [(*IN_DTYPES[-1], "fitting")],
     ),
 )
 def test_a_right_merge_has_no_finding_in_any_dtype_of_base_run_and_copy(

@@ -89,7 +89,7 @@ FOLDERS = [
     ("name", "files", "prefix", "has_tokenizer"),
     few(
         [(*case, has_tokenizer) for case in FOLDERS for has_tokenizer in (False, True)],
-        [(*FOLDERS[1], True), (*FOLDERS[2], False)],
+        [(*FOLDERS[1], True)],
     ),
 )
 def test_the_folder_holds_all_that_the_bases_holds_or_names_it(

@@ -22,7 +22,7 @@ from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import Bars, table
 from support import zoo
-from support.thorough import few
+from support.thorough import every_other, few
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+@pytest.mark.parametrize("name", every_other(["llama", "mixtral", "t5"]))
 @pytest.mark.parametrize("quant", ["nf4", "int8"])
 def test_pefts_row_is_what_its_function_does_to_the_byte(
     name: str, quant: str, capsys: pytest.CaptureFixture[str]
@@ -427,7 +427,7 @@ def test_a_model_that_cannot_be_planned_for_as_asked_is_refused_with_the_whole_r
     assert said in err
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mellum", "qwen3_vl_moe_text"])
+@pytest.mark.parametrize("name", every_other(["qwen3_moe", "mellum", "qwen3_vl_moe_text"]))
 @pytest.mark.parametrize("written", ["num_local_experts", "num_experts"])
 def test_sizes_that_stand_in_a_config_under_another_name_are_not_missing(
     name: str, written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

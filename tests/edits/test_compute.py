@@ -16,7 +16,7 @@ from kbitwrap import KbitPreparedModel, build_plan
 from kbitwrap.tensors.upcast import UpcastTensor
 from support import zoo
 from support.snapshot import Snapshot
-from support.thorough import each_once, few
+from support.thorough import each_once, every_other, few
 from support.training import adapt, step
 
 # ----------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_lora_on_a_parameter_gives_the_numbers_of_full(name: str, mode: str) -> 
         assert any("lora" in fqn and gradient.any() for fqn, gradient in our_gradients.items())
 
 
-@pytest.mark.parametrize("name", AS_PARAMETERS)
+@pytest.mark.parametrize("name", every_other(AS_PARAMETERS))
 def test_lora_on_a_parameter_is_merged_as_in_full(name: str) -> None:
     losses, bases = [], []
     for precision in ("full", "compute"):

@@ -20,7 +20,7 @@ from kbitwrap.edits.stand_ins import HeadForward
 from support import zoo
 from support.memory import allocations
 from support.snapshot import Snapshot
-from support.thorough import each_once, few
+from support.thorough import each_once, every_other, few
 from support.training import adapt, step
 
 AUTOCAST = pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
@@ -145,7 +145,7 @@ def test_the_log_probabilities_come_to_those_of_an_engine_with_a_float32_head(
 
 
 @AUTOCAST
-@pytest.mark.parametrize("precision", ["norms", "none"])
+@pytest.mark.parametrize("precision", every_other(["norms", "none"]))
 def test_a_copy_that_is_trained_has_float32_logits_too(precision: str, autocast: bool) -> None:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision=precision, head="float32").prepare()

@@ -25,7 +25,7 @@ from support import zoo
 from support.demos import save_llama
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot, tensor_digest
-from support.thorough import each_once, few
+from support.thorough import each_once, every_other, few
 from support.training import adapt, step
 
 LAYOUTS = ("repacking", "plain")
@@ -102,7 +102,7 @@ def test_evaluation_while_prepared_changes_nothing(quant: str, precision: str) -
     assert original.diff(Snapshot(model), moved=precision in ("full", "compute")) == []
 
 
-@pytest.mark.parametrize("first", ["before", "prepared", "suspended"])
+@pytest.mark.parametrize("first", every_other(["before", "prepared", "suspended"]))
 def test_gradients_after_an_evaluation_are_those_without_it(first: str) -> None:
     def gradients(evaluated: str | None) -> dict[str, torch.Tensor]:
         model = zoo.load("llama", "nf4")  # scales that are bfloat16, as the weights were: repacking rounds none of them

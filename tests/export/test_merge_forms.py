@@ -18,7 +18,7 @@ from kbitwrap import ConfigError, ExportError, KbitPreparedModel, merge_checkpoi
 from support import zoo
 from support.files import read, tensors_of
 from support.merging import assert_same_model, base_weight, export, layers_of, load, lora_weight
-from support.thorough import each_once
+from support.thorough import each_once, every_other
 
 QUANTS = ("nf4", "nf4-double", "fp4", "int8")
 ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "v_proj"], "t5": ["q", "v"]}
@@ -57,7 +57,7 @@ def test_a_quantized_merge_changes_nothing_but_codes_of_adapted_layers(name: str
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("quant", every_other(QUANTS))
 def test_a_quantized_merge_loads_as_its_base_does_and_keeps_the_delta(quant: str, tmp_path: Path) -> None:
     model, adapter = adapted("llama", quant)
     report = export(adapter, tmp_path / "merged", base=model, merge_as="quantized")

@@ -129,6 +129,7 @@ def test_what_a_search_finds_fits_in_a_trace_of_its_own_and_one_more_does_not(
     assert anew(found, 40).peak_bytes <= budget < anew(found + 1, 40).peak_bytes
 
 
+@pytest.mark.thorough
 def test_a_search_runs_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     predict = predictor("Mistral with a window", "compute")
     anew = predictor("Mistral with a window", "compute")

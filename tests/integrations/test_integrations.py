@@ -17,7 +17,7 @@ from kbitwrap.integrations import KbitTrainerCallback, prepared_trainer
 from support import zoo
 from support.pairwise import pairwise
 from support.snapshot import Snapshot
-from support.thorough import few
+from support.thorough import every_other, few
 from support.trainers import (
     EVERY_STEP,
     NAME,
@@ -44,7 +44,7 @@ FEW, BOOLS = ("full", "norms"), (False, True)
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", every_other(PRECISIONS))
 def test_every_checkpoint_gets_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     calls = []
     make = KbitPreparedModel.manifest

@@ -141,16 +141,10 @@ def go_on(rank: int, join: forks.Join, state_dict_type: str, storage: torch.dtyp
             assert runs[2].restore().replaced == ()
 
 
+@pytest.mark.thorough  # two processes train for seconds
 @pytest.mark.parametrize(
     ("state_dict_type", "storage"),
-    few(
-        [
-            ("SHARDED_STATE_DICT", torch.bfloat16),
-            ("SHARDED_STATE_DICT", torch.uint8),
-            ("FULL_STATE_DICT", torch.bfloat16),
-        ],
-        [("SHARDED_STATE_DICT", torch.bfloat16)],
-    ),
+    [("SHARDED_STATE_DICT", torch.bfloat16), ("SHARDED_STATE_DICT", torch.uint8), ("FULL_STATE_DICT", torch.bfloat16)],
     ids=str,
 )
 def test_a_sharded_run_that_was_interrupted_goes_on_bit_for_bit(

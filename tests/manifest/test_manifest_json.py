@@ -432,6 +432,7 @@ def test_any_json_anywhere_is_refused_or_harmless(data: Any, text: str) -> None:
     assert Manifest.from_json(read.to_json()) == read
 
 
+@pytest.mark.thorough
 @given(JSON)
 @settings(max_examples=100, deadline=None)
 def test_any_json_is_no_manifest(value: Any) -> None:
