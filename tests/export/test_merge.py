@@ -178,6 +178,15 @@ def test_a_module_of_two_places_that_is_adapted_at_one_of_them_is_refused(tmp_pa
         export(adapted, tmp_path / "merged", base=model)
 
 
+def test_a_module_of_two_places_that_is_adapted_at_both_is_merged_once(tmp_path: Path) -> None:
+    model = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), second=nn.Identity()))
+    adapted = get_peft_model(model, peft.LoraConfig(target_modules=["first"], init_lora_weights=False))
+    model.second = model.first
+    export(adapted, tmp_path / "merged", base=model)
+    found = tensors_of(tmp_path / "merged")["first.weight"]
+    torch.testing.assert_close(found.double(), lora_weight(model.first))
+
+
 PRECISIONS = ["full", "compute", "norms", "none"]
 
 
@@ -190,7 +199,7 @@ KINDS = [
 
 
 @pytest.mark.usefixtures("whole_layers")
-@pytest.mark.parametrize(("quant", "dtype", "precision"), few(KINDS, KINDS[::2]))
+@pytest.mark.parametrize(("quant", "dtype", "precision"), few(KINDS, KINDS[::3]))
 def test_neither_preparation_nor_use_makes_a_difference(
     quant: str, dtype: torch.dtype, precision: str, tmp_path: Path
 ) -> None:
