@@ -219,7 +219,7 @@ SOUND: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", few(SOUND, [*SOUND][::2]))
+@pytest.mark.parametrize("kind", few(SOUND, [*SOUND][::3]))
 def test_a_sound_run_has_no_fault(kind: str, tmp_path: Path) -> None:
     report = doctor(SOUND[kind](tmp_path / "run"))
     assert report.findings == ()
@@ -454,6 +454,7 @@ DORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weigh
 HIRA = peft.HiraConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False)  # multiplies the weight
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [DORA, HIRA], ids=["dora", "hira"])
 @pytest.mark.filterwarnings("ignore:Merge hira module to 4-bit:UserWarning:peft")
 def test_what_is_measured_is_what_the_adapter_changes(settings: Any, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_the_quantization_is_found_and_the_base_is_loaded_once(
     assert (found.kind, len(loaded)) == (kind, 1)
 
 
+@pytest.mark.thorough
 def test_no_quantization_is_found_where_the_base_was_merged_as_it_is(tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=False)

@@ -179,6 +179,7 @@ def test_the_demonstration_fits_a_wide_screen(
     assert_fits_a_screen(capsys.readouterr().out, 100)
 
 
+@pytest.mark.thorough
 def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: Run) -> None:
     assert "FAIL" not in default_run.out
     assert_fits_a_screen(default_run.out, 80)
@@ -196,6 +197,7 @@ def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: R
     assert "Traceback" not in default_run.err
 
 
+@pytest.mark.thorough
 def test_what_the_demonstration_needs_for_itself_it_leaves_as_it_found(default_run: Run) -> None:
     assert default_run.after == default_run.before
     assert default_run.files == []
@@ -282,6 +284,7 @@ def test_training_without_effect_fails_a_check(
 SIDE = {"added_bytes": 267776, "merged_bytes": 1274834, "left": {"dtypes": 7, "hooks": 1, "flags": 11}}
 
 
+@pytest.mark.thorough
 def test_pefts_way_is_measured_beside_ours(default_run: Run) -> None:
     sides = default_run.result["sides"]
     assert list(sides) == ["peft", "compute", "norms"]
@@ -302,6 +305,7 @@ def test_pefts_way_is_measured_beside_ours(default_run: Run) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_the_merges_are_measured_by_their_logits_and_by_doctor(default_run: Run) -> None:
     in_place, reloaded, ours = default_run.result["merges"]
     # A merge into 4 bits rounds all weights anew; the others write them in bfloat16.

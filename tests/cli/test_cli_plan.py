@@ -139,6 +139,7 @@ def test_a_plan_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert file.read_bytes() != before  # without the budget
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precisions", [["norms"], ["norms", "peft"]])
 def test_a_step_is_drawn(precisions: list[str], tmp_path: Path) -> None:
     file = tmp_path / "step.svg"
@@ -267,6 +268,7 @@ def test_of_8_bit_layers_no_bound_is_told(capsys: pytest.CaptureFixture[str], tm
     assert " GiB or more that no prediction knows" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.thorough
 def test_on_a_cpu_nothing_stands_beside_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
     options = ["--step", "--seq", "8", "--precision", "none", "--kernels", "cpu", "--budget", "4MiB"]
@@ -280,6 +282,7 @@ def request_of(model: str) -> step.StepRequest:
     return step.StepRequest(model, None, "bfloat16", 8, 1, 16, None, None, "cuda", None)
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     options = ["--step", "--trainer", "trainer", "--seq", "8", "--precision", "none", "--rank", "2", "--kernels", "cpu"]

@@ -78,6 +78,7 @@ def evaluating(prepared: KbitPreparedModel, folder: Path, **kwargs: Any) -> Eval
     return trainer
 
 
+@pytest.mark.thorough
 @every_run
 def test_training_after_a_suspended_evaluation_is_that_without(
     tmp_path: Path, precision: str, run: dict[str, Any]

@@ -29,7 +29,6 @@ from support import forks, zoo
 from support.engines import FSDP2_STORAGE, SHARDS_INTEGERS, copy_adapters, flags, fsdp2
 from support.files import SHARD, read, saved
 from support.snapshot import tensor_digest
-from support.thorough import few
 from support.trainers import EVERY_STEP, NAME, NUM_STEPS, RecordingTrainer, adapt, trainer_for
 from support.training import is_checkpointing
 
@@ -240,7 +239,8 @@ def merge_under_fsdp1(rank: int, join: forks.Join, folder: Path) -> None:
             assert not is_checkpointing(trained.model)
 
 
-@pytest.mark.parametrize("world_size", few([2, 4], [2]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_under_fsdp1_a_run_is_merged_exactly_and_checkpoints_without_adapters_are_refused(
     world_size: int, tmp_path: Path
 ) -> None:
