@@ -206,6 +206,7 @@ def test_neither_preparation_nor_use_makes_a_difference(
     adapted = training.adapt("gemma2", zoo.load("gemma2", quant, dtype))
     report = export(adapted, tmp_path / "plain", max_shard_size="20kB")
     assert len([file for file in report.files if file.endswith(".safetensors")]) > 1
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "plain").values()} == {dtype}
     tensors = tensors_of(tmp_path / "plain")
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     for fqn, layer in layers_of(adapted).items():
