@@ -403,6 +403,7 @@ def test_a_write_to_the_base_fails_a_check(
         (["--steps", "0"], "--steps: expected an integer of at least 1, found 0"),
         (["--steps", "many"], "--steps: expected an integer of at least 1, found 'many'"),
         (["--seed", "-1"], "--seed: expected an integer from 0"),
+        (["--seed", str(2**63)], f"--seed: expected an integer from 0 to {2**63 - 1}, found {2**63}"),
         (["--frobnicate"], "no option '--frobnicate'"),
         (["--device", "nonsense"], "--device: expected one of cpu, cuda, "),
         (["--device", "cuda:99"], "device 'cuda:99' is not available"),
