@@ -60,6 +60,7 @@ AnyOrder.TestCase.settings = settings(
 TestAnyOrder = AnyOrder.TestCase
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", few([30, 100], [30]))
 def test_sequences_of_a_seed_leave_everything_as_it_was(number: int) -> None:
     assert [line for violations in sequences.trials(17, number) for line in violations] == []

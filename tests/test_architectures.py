@@ -47,7 +47,7 @@ def cases(names: tuple[str, ...], quants: tuple[str | None, ...], last: tuple[ob
 
 
 @pytest.mark.parametrize(
-    ("name", "quant", "dtype", "precision"), cases(zoo.CORE + zoo.EVEN[::2], (*QUANTS, None), tuple(Precision))
+    ("name", "quant", "dtype", "precision"), cases(zoo.CORE[1::3], (*QUANTS, None), tuple(Precision))
 )
 def test_a_journey(
     name: str,
@@ -86,7 +86,7 @@ def test_a_journey(
     with CudaRules() as suspending, prepared.suspended():
         assert prepared.state is LifecycleState.SUSPENDED
     assert prepared.state is LifecycleState.PREPARED
-    assert len(suspending.syncs) <= 5 * num_casts
+    assert len(suspending.syncs) <= 2 * num_casts  # as test_trained_values.py says
     # Suspending takes instance attributes away and puts them back, at the end.
     assert during.diff(Snapshot(peft_model), moved=True, ignore=(": attributes",)) == []
     report = prepared.restore()
@@ -154,7 +154,7 @@ def restores_a_trained_copy(
     assert rest == []
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype", "reentrant"), cases(zoo.CORE, QUANTS, (True, False)))
+@pytest.mark.parametrize(("name", "quant", "dtype", "reentrant"), cases(zoo.CORE[::2], QUANTS, (True, False)))
 def test_drop_in_gives_pefts_numbers(name: str, quant: str, dtype: str, reentrant: bool) -> None:
     results = []
     for prepare in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):

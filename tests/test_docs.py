@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from peft import get_peft_model
 
 from kbitwrap import KbitPreparedModel, StepPredictor
@@ -275,6 +276,24 @@ def test_the_header_of_the_site_and_the_citation_name_the_version(monkeypatch: p
     assert name == "kbitwrap"
     assert f'\nversion = "{version}"\n' in (pages.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f"version = {{{version}}}" in (pages.DOCS / "citation.md").read_text(encoding="utf-8")
+
+
+def test_the_workflows_run_the_gate_and_the_readmes_command() -> None:
+    workflows = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in (pages.ROOT / ".github").rglob("*.yml")}
+    runs = {
+        name: [step["run"] for job in workflow["jobs"].values() for step in job.get("steps", ()) if "run" in step]
+        for name, workflow in workflows.items()
+    }
+    (command,) = re.findall(
+        "^pip install .* && pytest .*$", (pages.ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    release = runs.pop("release")
+    assert runs == {"check": [".ci/run"], "test": [command], "weekly": [".ci/run --all"]}
+    assert workflows["release"]["jobs"]["check"]["uses"] == "./.github/workflows/check.yml"
+    assert release[-1].endswith(" && python -m build")
+    classifiers = (pages.ROOT / "pyproject.toml").read_text("utf-8")
+    pythons = workflows["test"]["jobs"]["test"]["strategy"]["matrix"]["python-version"]
+    assert pythons == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', classifiers)
 
 
 def test_the_extras_that_anything_names_exist() -> None:

@@ -16,6 +16,7 @@ from kbitwrap import ExportError, KbitPreparedModel, Manifest, Precision, build_
 from support import pages, zoo
 from support.merging import assert_rounded_once
 from support.snapshot import Snapshot
+from support.thorough import few
 from support.training import adapt, is_checkpointing, step
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -49,7 +50,7 @@ def read_again(folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("precision", Precision, ids=str)
+@pytest.mark.parametrize("precision", few(Precision, ["compute", "norms"]), ids=str)
 def test_a_journey_with_quantized_experts(precision: Precision, tmp_path: Path) -> None:
     nested = precision is Precision.NORMS
     model = load(nested=nested)

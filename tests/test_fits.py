@@ -43,6 +43,7 @@ def test_each_model_says_where_its_shapes_are_published_and_were_read(fits: Any)
         assert fits.config_of(model).num_hidden_layers == model["config"]["num_hidden_layers"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "precision", "device"), few(SAMPLE, SAMPLE[:1]))
 def test_what_the_table_says_fits_and_one_more_does_not(
     model: str, precision: str, device: str, fits: Any, rows: list[dict[str, Any]]

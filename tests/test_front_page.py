@@ -37,6 +37,7 @@ def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, An
     assert f"as small as the 4-bit base, and {lost[front.QUANTIZED]} is lost" in README
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_picture_is_predicted_as_it_was_drawn(front: Any, saved: dict[str, Any]) -> None:
     assert list(saved["peak_bytes"]) == list(front.STEP_LABELS)
     assert front.step(saved["model"], "none").peak_bytes == saved["peak_bytes"]["none"]
@@ -56,12 +57,16 @@ MISTRAL = {  # of mistralai/Mistral-7B-v0.3
 }
 
 
+QUOTED = [
+    ("README.md", r'The answer is the first line: "(.*?)"'),
+    ("docs/step.md", r"The output begins with the answer: (.*?) The budget is"),
+]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("page", "quoted"),
-    [
-        ("README.md", r'The answer is the first line: "(.*?)"'),
-        ("docs/step.md", r"The output begins with the answer: (.*?) The budget is"),
-    ],
+    QUOTED,
 )
 def test_the_answer_that_is_quoted_is_what_the_command_prints(
     page: str, quoted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

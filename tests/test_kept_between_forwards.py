@@ -18,7 +18,7 @@ from kbitwrap import (
 )
 from support import zoo
 from support.snapshot import Snapshot
-from support.thorough import each_once
+from support.thorough import each_once, every_other
 from support.training import adapt, step
 
 PRECISIONS = list(Precision)
@@ -87,7 +87,7 @@ def conformer() -> Wav2Vec2ConformerModel:
 
 
 @pytest.mark.filterwarnings("ignore:.*has neither a quantization attribute:UserWarning")
-@pytest.mark.parametrize("has_run", [False, True], ids=["fresh", "has-run"])
+@pytest.mark.parametrize("has_run", every_other([False, True]), ids=["fresh", "has-run"])
 @pytest.mark.parametrize("precision", ["full", "compute", "norms"])
 def test_rotary_embeddings_that_are_kept(precision: str, has_run: bool) -> None:
     waveforms = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))

@@ -69,6 +69,7 @@ def test_the_bytes_that_are_computed_are_those_of_the_files(
     assert sum(tensor.nbytes for tensor in tensors.values()) == sizes.merged_bytes(config, getattr(sizes, pattern))
 
 
+@pytest.mark.thorough
 def test_a_merge_that_is_measured_is_the_adapter_model(merges: Any, figures: Any, tmp_path: Path) -> None:
     subject = figures("merge_subjects").Llama(TINY)
     bench = merges.Bench(subject, tmp_path)

@@ -16,6 +16,8 @@ import pytest
 from support import pages, zoo
 from support.files import save_tokenizer
 
+pytestmark = pytest.mark.thorough  # a new interpreter imports for seconds
+
 # What the reader's own calls of other libraries print, each with the call.
 OF_OTHERS = (
     r"Loading weights: .*",  # `from_pretrained`

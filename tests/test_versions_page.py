@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from importlib.metadata import version
@@ -51,29 +52,30 @@ def test_what_is_installed_is_noted_without_the_name_of_a_build(versions: Any, t
     found = versions.read(noted)["pinned"]
     assert found["torch"] == version("torch").split("+")[0]
     assert found["pytest"] == version("pytest")
-    assert set(found) == {"python", *versions.EVERYWHERE, "pytest"}
+    assert datetime.date.fromisoformat(found["tested"]) <= datetime.date.today()
+    assert set(found) == {"tested", "python", *versions.EVERYWHERE, "pytest"}
 
 
-def test_a_run_that_agrees_with_the_page_passes(
+def test_a_run_that_agrees_with_the_page_leaves_its_versions(
     versions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noted = tmp_path / "noted.json"
     monkeypatch.setattr(versions, "FIGURES", tmp_path / "saved.json")
     versions.save(versions.FIGURES, {"pinned": {**AROUND, "trl": "1.16.0"}, "oldest": AROUND})
-    versions.save(noted, {"pinned": AROUND})  # a part of the gate
-    assert versions.check(noted) == 0
-    assert capsys.readouterr().out == ""
+    versions.save(noted, {"pinned": AROUND | {"tested": "2026-11-26"}})  # a part of the gate
+    assert versions.compare(noted) == 0
+    assert capsys.readouterr().out.startswith("docs/versions.md has these versions. This writes the day:\npython ")
 
 
 @pytest.mark.parametrize("library", ["peft", "trl"])
-def test_a_version_that_the_page_does_not_have_fails_with_the_command_that_writes_it(
+def test_a_version_that_the_page_does_not_have_is_said_with_the_command_that_writes_it(
     library: str, versions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noted = tmp_path / "noted.json"
     monkeypatch.setattr(versions, "FIGURES", tmp_path / "saved.json")
     versions.save(versions.FIGURES, {"pinned": AROUND})
     versions.save(noted, {"pinned": {**AROUND, library: "9.9"}})
-    assert versions.check(noted) == 1
+    assert versions.compare(noted) == 0
     said = capsys.readouterr().out
     assert f"pinned: {library} 9.9 was tested, the page has {AROUND.get(library, 'none')}" in said
     assert "\npython docs/figures versions write '{" in said
@@ -86,7 +88,7 @@ def test_a_run_with_another_python_is_not_compared(
     monkeypatch.setattr(versions, "FIGURES", tmp_path / "saved.json")
     versions.save(versions.FIGURES, {"pinned": AROUND})
     versions.save(noted, {"pinned": {**AROUND, "python": "3.10", "transformers": "5.20.0"}})
-    assert versions.check(noted) == 0
+    assert versions.compare(noted) == 0
     assert "tested with Python 3.10, the page has 3.11: not compared" in capsys.readouterr().out
 
 
@@ -97,5 +99,7 @@ def test_what_was_tested_with_other_versions_around_it_is_dropped(versions: Any)
         "pinned": {**AROUND, "deepspeed": "0.19.8", "trl": "1.16.0"},
         "oldest": AROUND,
     }
+    later = {"pinned": AROUND | {"tested": "2026-11-26"}}
+    assert versions.merged(later, {"pinned": AROUND | {"tested": "2026-12-01"}})["pinned"]["tested"] == "2026-12-01"
     newer = {"pinned": {**AROUND, "peft": "0.22.0", "trl": "1.16.0"}}
     assert versions.merged(saved, newer) == {**newer, "oldest": AROUND}

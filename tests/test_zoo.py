@@ -71,7 +71,7 @@ FOUR_BIT = ("nf4", torch.bfloat16)
 LOADS = [(name, "nf4", torch.bfloat16) for name in zoo.ARCHITECTURES] + OTHERS
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype"), few(LOADS, [(name, *FOUR_BIT) for name in zoo.CORE[::2]] + OTHERS))
+@pytest.mark.parametrize(("name", "quant", "dtype"), few(LOADS, [(name, *FOUR_BIT) for name in zoo.CORE[::4]] + OTHERS))
 def test_a_copied_model_equals_one_loaded_from_the_checkpoint(name: str, quant: str | None, dtype: torch.dtype) -> None:
     loaded, copied = zoo.load(name, quant, dtype, use_safetensors=True), zoo.load(name, quant, dtype)
     expected, found = list(structure(loaded, "", {})), list(structure(copied, "", {}))
@@ -93,7 +93,7 @@ def adapted(name: str, quant: str, dtype: torch.dtype, *, modules_to_save: bool 
     return peft.get_peft_model(zoo.load(name, quant, dtype), config)
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "quant", "dtype"), few(CASES, [*CASES[: len(zoo.CORE)], CASES[-1]]))
 def test_model_is_quantized_and_sees_every_parameter(name: str, quant: str, dtype: torch.dtype) -> None:
     model = zoo.load(name, quant, dtype)
     assert (num_quantized(model) > 0) == zoo.ARCHITECTURES[name].is_quantized

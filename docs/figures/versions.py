@@ -1,16 +1,17 @@
-"""Writes the tables of docs/versions.md: with which versions the tests of `.ci/run` passed.
+"""Writes the tables of docs/versions.md: with which versions the tests of `.ci/run` passed, and when.
 
     python docs/figures versions note FILE COLUMN [LIBRARY ...]   note what is installed here, in FILE
-    python docs/figures versions check FILE                       compare what was noted with the page
-    python docs/figures versions write NOTED                      write what was noted, as `check` prints it
+    python docs/figures versions compare FILE                     say how the page differs from what was noted
+    python docs/figures versions write NOTED                      write what was noted, as `compare` prints it
 
-`.ci/run` notes the versions of an environment when its tests have passed, and checks them at its end. A column keeps
+`.ci/run` notes the versions of an environment when its tests have passed, and compares them at its end. A column keeps
 what other runs noted only where the libraries of `EVERYWHERE` are still those that were tested with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import shlex
@@ -46,9 +47,10 @@ TABLES = {
     "versions": ("pinned", "oldest", "torch-2.11", "newest"),
     "quantizers": ("test-gptqmodel", "test-compressed"),
 }
+TESTED = "tested"
 PYTHON = "python"
 Versions = dict[str, str]
-"""The versions of an environment, by the name of the library."""
+"""The day on which an environment was tested, and its versions by the name of the library."""
 Noted = dict[str, Versions]
 """The versions of each environment, by the name of its column."""
 
@@ -59,9 +61,9 @@ Noted = dict[str, Versions]
 
 
 def installed(libraries: Iterable[str]) -> Versions:
-    """The versions of Python and of libraries here, without the name of a build such as `+cpu`."""
+    """Today, and the versions of Python and of libraries here, without the name of a build such as `+cpu`."""
     major, minor, _ = platform.python_version_tuple()
-    found = {PYTHON: f"{major}.{minor}"}
+    found = {TESTED: datetime.date.today().isoformat(), PYTHON: f"{major}.{minor}"}
     for library in libraries:
         found[library], _, _ = version(library).partition("+")
     return found
@@ -94,7 +96,7 @@ def differences(saved: Noted, noted: Noted) -> list[str]:
             continue
         for library, found in versions.items():
             expected = before.get(library)
-            if found != expected:
+            if found != expected and library != TESTED:
                 lines.append(f"{column}: {library} {found} was tested, the page has {expected or 'none'}")
     return lines
 
@@ -144,16 +146,17 @@ def note(path: Path, column: str, libraries: list[str]) -> int:
     return 0
 
 
-def check(path: Path) -> int:
-    """Compare, and print the command that writes the page where it differs."""
+def compare(path: Path) -> int:
+    """Print how the page differs, and the command that writes it; a difference is no fault of what was tested."""
     noted = read(path)
     differing = differences(read(FIGURES), noted)
-    if not differing:
-        return 0
-    print(*differing, sep="\n")
-    print("docs/versions.md does not say what was tested. This writes it:")
+    if differing:
+        print(*differing, sep="\n")
+        print("docs/versions.md has what was tested before. This writes what was tested now:")
+    else:
+        print("docs/versions.md has these versions. This writes the day:")
     print(f"python docs/figures versions write {shlex.quote(json.dumps(noted))}")
-    return 1
+    return 0
 
 
 def write(noted: Noted) -> int:
@@ -165,21 +168,21 @@ def write(noted: Noted) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Note, check or write the versions that were tested.")
+    parser = argparse.ArgumentParser(description="Note, compare or write the versions that were tested.")
     commands = parser.add_subparsers(dest="command", required=True)
     noting = commands.add_parser("note", help="note what is installed here")
     noting.add_argument("file", type=Path)
     noting.add_argument("column", choices=COLUMNS)
     noting.add_argument("libraries", nargs="*")
-    checking = commands.add_parser("check", help="compare what was noted with the page")
-    checking.add_argument("file", type=Path)
+    comparing = commands.add_parser("compare", help="say how the page differs from what was noted")
+    comparing.add_argument("file", type=Path)
     writing = commands.add_parser("write", help="write what was noted into the page")
     writing.add_argument("noted", type=json.loads)
     arguments = parser.parse_args()
     if arguments.command == "note":
         return note(arguments.file, arguments.column, arguments.libraries)
-    if arguments.command == "check":
-        return check(arguments.file)
+    if arguments.command == "compare":
+        return compare(arguments.file)
     return write(arguments.noted)
 
 

@@ -47,8 +47,9 @@ from support.benchmarks import (
     run_here,
     settings,
 )
-from support.thorough import few
 from support.training import is_checkpointing
+
+pytestmark = pytest.mark.thorough  # measures for seconds, for a table of the authors' own
 
 NORM_BYTES = (2 * LAYERS + 1) * HIDDEN * 2  # bfloat16: what float32 adds to a weight is what it holds
 
@@ -66,7 +67,7 @@ def compared() -> dict[str, Any]:
     return all_combinations()
 
 
-@pytest.mark.parametrize("precision", few(EXPORTED, ["compute", "merged"]))
+@pytest.mark.parametrize("precision", EXPORTED)
 def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> None:
     # Large enough that what Python and the C library take on the way, some 20 MiB, does not decide.
     asked = settings(
@@ -85,7 +86,6 @@ def test_an_export_writes_the_librarys_bytes(precision: str, tmp_path: Path) -> 
     assert (row[0], *row[5:7], row[-1]) == (precision, *["2.00" if merged else "1.00"] * 2, "identical")
 
 
-@pytest.mark.thorough
 def test_a_case_is_measured_by_an_interpreter_of_its_own(tmp_path: Path) -> None:
     case = runner._run_case("none", settings(step=False, repeats=0), tmp_path)
     assert case["case"] == "none"

@@ -17,6 +17,7 @@ from kbitwrap.bench.plot import draw
 from kbitwrap.bench.settings import MISTRAL_7B, PLOT_SUFFIXES, SMALL, Settings, Shape, default_cases
 from kbitwrap.cli import main
 from support.benchmarks import all_cases, all_combinations, predicted_cases
+from support.thorough import few
 
 # ----------------------------------------------------------------------------------------------------
 # The command.
@@ -53,6 +54,7 @@ def without_processes(
     return asked
 
 
+@pytest.mark.thorough
 def test_the_command_prints_tables(
     without_processes: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -67,6 +69,7 @@ def test_the_command_prints_tables(
     assert without_processes == [(asked, default_cases(asked))]
 
 
+@pytest.mark.thorough
 def test_the_command_prints_predictions_beside_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +150,7 @@ def test_what_was_not_saved_is_refused(
     assert re.fullmatch(f"kbitwrap: error: --from: .*{message}.*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("suffix", PLOT_SUFFIXES)
+@pytest.mark.parametrize("suffix", few(PLOT_SUFFIXES, []))
 def test_the_same_figures_make_the_same_plot(tmp_path: Path, measured: dict[str, Any], suffix: str) -> None:
     preparing = {**measured, "settings": {**measured["settings"], "step": False}}
     paths = [tmp_path / f"{name}{suffix}" for name in "ab"]
@@ -158,6 +161,7 @@ def test_the_same_figures_make_the_same_plot(tmp_path: Path, measured: dict[str,
     assert len(first) > 1000
 
 
+@pytest.mark.thorough
 def test_a_plot_shows_the_figures(
     without_processes: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: dict[str, Any]
 ) -> None:

@@ -33,6 +33,8 @@ TINY = LossSettings(
     num_held_out=4,
 )
 
+pytestmark = pytest.mark.thorough  # trains for seconds, for a table of the authors' own
+
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:

@@ -28,6 +28,8 @@ TINY = LossSettings(
     rank=4,
     num_held_out=4,
 )
+
+pytestmark = pytest.mark.thorough  # trains for seconds, for a table of the authors' own
 ENGINES = ("original", "dequantized", "quantized")
 
 

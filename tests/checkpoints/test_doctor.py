@@ -18,6 +18,7 @@ from torch import nn
 from kbitwrap import ConfigError, DoctorReport, KbitPreparedModel, ManifestError, convert_checkpoint, doctor
 from support import trainers, training, zoo
 from support.repacked import repacked
+from support.thorough import few
 
 pytestmark = [
     # Training on after `restore` is not what these do.
@@ -226,7 +227,7 @@ SOUND: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SOUND)
+@pytest.mark.parametrize("kind", few(SOUND, [*SOUND][::3]))
 def test_a_sound_run_has_no_fault(kind: str, tmp_path: Path) -> None:
     report = doctor(SOUND[kind](tmp_path / "run"))
     assert report.findings == ()
@@ -461,6 +462,7 @@ DORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weigh
 HIRA = peft.HiraConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False)  # multiplies the weight
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [DORA, HIRA], ids=["dora", "hira"])
 @pytest.mark.filterwarnings("ignore:Merge hira module to 4-bit:UserWarning:peft")
 def test_what_is_measured_is_what_the_adapter_changes(settings: Any, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from kbitwrap import ConfigError, merge_checkpoint
 from support import zoo
+from support.thorough import each_once
 from support.training import step
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -70,8 +71,10 @@ def detail(layout: str) -> dict[str, Any]:
     return {"unsloth_fused_expert_lora": {"lora_A_layout": "grouped_by_expert", "parameters": entries}}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])  # one keeps (out, in) in its stacks, the other (in, out)
-@pytest.mark.parametrize("layout", ["rank_major", "grouped_by_expert"])
+@pytest.mark.parametrize(
+    ("name", "layout"),  # one keeps (out, in) in its stacks, the other (in, out)
+    each_once(["mixtral", "gpt_oss"], ["rank_major", "grouped_by_expert"]),
+)
 def test_experts_are_merged_by_the_layout_of_the_forward_that_trained_them(
     layout: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

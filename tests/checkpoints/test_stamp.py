@@ -124,6 +124,7 @@ def others(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_twenty_wrong_bases_are_told(run: Path) -> None:
     stamp_adapter(run / "adapter", quantization_config=NF4)
     wrong = others(run)

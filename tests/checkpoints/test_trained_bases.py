@@ -18,6 +18,7 @@ from kbitwrap import ConfigError, KbitPreparedModel, ManifestMismatchError, doct
 from support import zoo
 from support.files import save_tokenizer, tensors_of
 from support.merging import assert_same_model
+from support.thorough import each_once, few
 from support.training import step
 
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
@@ -112,8 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(("case", "name"), each_once([*CASES], ["llama", "gemma2"]))
 def test_a_resized_base_is_merged_as_the_live_model_is(name: str, case: str, tmp_path: Path) -> None:
     run(name, resized(name), zoo.lora_config(name, **CASES[case]), tmp_path, save_embedding_layers=case != "rows")
     live = tensors_of(tmp_path / "live")
@@ -126,11 +126,14 @@ def test_a_resized_base_is_merged_as_the_live_model_is(name: str, case: str, tmp
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"trainable_token_indices": {"embed_tokens": ROWS[:-1], "lm_head": ROWS}},
-        {"modules_to_save": ["lm_head"]},
-    ],
+    few(
+        [
+            {},
+            {"trainable_token_indices": {"embed_tokens": ROWS[:-1], "lm_head": ROWS}},
+            {"modules_to_save": ["lm_head"]},
+        ],
+        [{"trainable_token_indices": {"embed_tokens": ROWS[:-1], "lm_head": ROWS}}],
+    ),
     ids=["none", "a part", "the head's alone"],
 )
 def test_new_rows_that_the_adapter_does_not_hold_are_asked_for_and_taken_from_a_resized_base(

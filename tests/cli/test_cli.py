@@ -28,7 +28,6 @@ from kbitwrap.cli.base_state import BaseState
 from kbitwrap.cli.console import InputError, quiet_libraries
 from kbitwrap.cli.text import ByteTokens, read_blocks
 from support.demos import save_llama
-from support.thorough import few
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
@@ -139,9 +138,10 @@ def test_libraries_are_loud_again(error: type[Exception] | None) -> None:
             transformers_logging.disable_progress_bar()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("quant", "precision"),
-    few([*(("nf4", precision.value) for precision in Precision), ("int8", "compute")], [("int8", "compute")]),
+    [*(("nf4", precision.value) for precision in Precision), ("int8", "compute")],
 )
 def test_every_check_passes(capsys: pytest.CaptureFixture[str], quant: str, precision: str) -> None:
     status, result = run_json(capsys, "--quant", quant, "--precision", precision, "--steps", "2")
@@ -179,6 +179,7 @@ def test_the_demonstration_fits_a_wide_screen(
     assert_fits_a_screen(capsys.readouterr().out, 100)
 
 
+@pytest.mark.thorough
 def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: Run) -> None:
     assert "FAIL" not in default_run.out
     assert_fits_a_screen(default_run.out, 80)
@@ -196,6 +197,7 @@ def test_default_run_learns_and_prints_a_table_that_fits_a_screen(default_run: R
     assert "Traceback" not in default_run.err
 
 
+@pytest.mark.thorough
 def test_what_the_demonstration_needs_for_itself_it_leaves_as_it_found(default_run: Run) -> None:
     assert default_run.after == default_run.before
     assert default_run.files == []
@@ -209,6 +211,7 @@ def small_run(small: str) -> dict[str, Any]:
     return json.loads(printed.getvalue())
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_figures(
     capsys: pytest.CaptureFixture[str], small: str, small_run: dict[str, Any]
 ) -> None:
@@ -230,6 +233,7 @@ def test_named_model_without_a_tokenizer_takes_bytes(small: str, small_run: dict
     assert [name for name in failed(small_run) if name != "the held-out loss fell"] == []
 
 
+@pytest.mark.thorough
 def test_a_restore_that_does_nothing_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:
@@ -248,6 +252,7 @@ def test_a_restore_that_does_nothing_fails_a_check(
     } <= set(failed(result))
 
 
+@pytest.mark.thorough
 def test_restore_that_raises_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:
@@ -263,6 +268,7 @@ def test_restore_that_raises_fails(
     assert "restore() undid every edit" in failed(result)
 
 
+@pytest.mark.thorough
 def test_training_without_effect_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:
@@ -278,6 +284,7 @@ def test_training_without_effect_fails_a_check(
 SIDE = {"added_bytes": 267776, "merged_bytes": 1274834, "left": {"dtypes": 7, "hooks": 1, "flags": 11}}
 
 
+@pytest.mark.thorough
 def test_pefts_way_is_measured_beside_ours(default_run: Run) -> None:
     sides = default_run.result["sides"]
     assert list(sides) == ["peft", "compute", "norms"]
@@ -298,6 +305,7 @@ def test_pefts_way_is_measured_beside_ours(default_run: Run) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_the_merges_are_measured_by_their_logits_and_by_doctor(default_run: Run) -> None:
     in_place, reloaded, ours = default_run.result["merges"]
     # A merge into 4 bits rounds all weights anew; the others write them in bfloat16.
@@ -311,6 +319,7 @@ def test_the_merges_are_measured_by_their_logits_and_by_doctor(default_run: Run)
     assert in_place["kept"] < 0.5
 
 
+@pytest.mark.thorough
 def test_an_export_that_is_no_merge_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +337,7 @@ def test_an_export_that_is_no_merge_fails_a_check(
     assert "the trained copy was dropped" in result["merges"][-1]["faults"]
 
 
+@pytest.mark.thorough
 def test_a_number_that_is_not_pefts_fails_a_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: str
 ) -> None:
@@ -345,6 +355,7 @@ def test_a_number_that_is_not_pefts_fails_a_check(
     assert '"compute": PEFT\'s loss' in failed(result)
 
 
+@pytest.mark.thorough
 def test_all_checks_are_printed_where_that_is_asked_for(capsys: pytest.CaptureFixture[str], small: str) -> None:
     assert main(["demo", "--model", small, "--steps", "1", "--verbose"]) == 1  # it has learned too little
     lines = capsys.readouterr().out.splitlines()
@@ -392,6 +403,7 @@ def test_a_write_to_the_base_fails_a_check(
         (["--steps", "0"], "--steps: expected an integer of at least 1, found 0"),
         (["--steps", "many"], "--steps: expected an integer of at least 1, found 'many'"),
         (["--seed", "-1"], "--seed: expected an integer from 0"),
+        (["--seed", str(2**63)], f"--seed: expected an integer from 0 to {2**63 - 1}, found {2**63}"),
         (["--frobnicate"], "no option '--frobnicate'"),
         (["--device", "nonsense"], "--device: expected one of cpu, cuda, "),
         (["--device", "cuda:99"], "device 'cuda:99' is not available"),

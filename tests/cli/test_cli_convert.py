@@ -19,6 +19,7 @@ from support import forks, training, zoo
 from support.files import tensors_of
 from support.merging import base_weight
 from support.snapshot import tensor_digest
+from support.thorough import every_other, few
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def test_inspect_of_a_clean_checkpoint(saved: Path, capsys: pytest.CaptureFixtur
     assert run_json(capsys, "inspect", saved / "original")[1]["suggestion"] is None
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt_oss", "blip_2", "mamba", "wav2vec2"])
+@pytest.mark.parametrize("name", every_other(["t5", "gpt_oss", "blip_2", "mamba", "wav2vec2"]))
 @pytest.mark.parametrize("quant", ["int8", None])
 def test_what_an_architecture_keeps_in_float32_is_no_leftover(
     name: str, quant: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -396,7 +397,7 @@ def test_an_adapter_that_is_not_there_is_looked_for_on_no_hub(
     assert "there is no folder 'some-adapter'" in err
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
+@pytest.mark.parametrize("quant", few(["nf4", "nf4-double", "fp4", "fp4-double", "int8"], ["fp4-double", "int8"]))
 def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record(
     quant: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

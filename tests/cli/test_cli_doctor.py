@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kbitwrap import doctor
 from kbitwrap.cli import main
 from support import training, zoo
+from support.thorough import few
 
 GIVE_ADAPTER = "give the adapter that was merged (adapter, --adapter)"
 NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
@@ -95,7 +96,10 @@ def test_doctor_says_first_that_a_merge_is_one(
     assert first == "a merge: 100.0% of the adapter's delta, added to the weights that it was trained on"
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
+QUANTS = ["nf4", "nf4-double", "fp4", "fp4-double", "int8"]
+
+
+@pytest.mark.parametrize("quant", few(QUANTS, ["fp4-double"]))
 def test_doctor_finds_the_quantization_that_nothing_records_and_says_so(
     quant: str, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from kbitwrap.cli import main
 from kbitwrap.cli.console import Doing, as_text, hanging, show
 from kbitwrap.cli.tables import table
 from support import zoo
+from support.thorough import every_other
 
 if sys.platform != "win32":
     import pty
@@ -78,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("columns", every_other([60, 80, 100]))
 @pytest.mark.parametrize(
     "arguments",
     [["plan", "m", "--memory-budget", "1KiB"], ["inspect", "m"], ["inspect", "kbitwrap.json"], ["doctor", "m"]],

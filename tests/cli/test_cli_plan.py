@@ -22,7 +22,7 @@ from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import Bars, table
 from support import zoo
-from support.thorough import few
+from support.thorough import every_other, few
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+@pytest.mark.parametrize("name", every_other(["llama", "mixtral", "t5"]))
 @pytest.mark.parametrize("quant", ["nf4", "int8"])
 def test_pefts_row_is_what_its_function_does_to_the_byte(
     name: str, quant: str, capsys: pytest.CaptureFixture[str]
@@ -121,7 +121,7 @@ def test_bars_are_of_characters_that_the_output_has(monkeypatch: pytest.MonkeyPa
     assert set(drawn[1]) == {"#", "+", "|"}
 
 
-@pytest.mark.parametrize("suffix", plot.PLOT_SUFFIXES)
+@pytest.mark.parametrize("suffix", few(plot.PLOT_SUFFIXES, plot.PLOT_SUFFIXES[:1]))
 def test_a_plan_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"plan{suffix}"
     model = str(zoo.checkpoint("llama"))
@@ -139,6 +139,7 @@ def test_a_plan_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert file.read_bytes() != before  # without the budget
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precisions", [["norms"], ["norms", "peft"]])
 def test_a_step_is_drawn(precisions: list[str], tmp_path: Path) -> None:
     file = tmp_path / "step.svg"
@@ -267,6 +268,7 @@ def test_of_8_bit_layers_no_bound_is_told(capsys: pytest.CaptureFixture[str], tm
     assert " GiB or more that no prediction knows" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.thorough
 def test_on_a_cpu_nothing_stands_beside_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 16})
     options = ["--step", "--seq", "8", "--precision", "none", "--kernels", "cpu", "--budget", "4MiB"]
@@ -280,6 +282,7 @@ def request_of(model: str) -> step.StepRequest:
     return step.StepRequest(model, None, "bfloat16", 8, 1, 16, None, None, "cuda", None)
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     options = ["--step", "--trainer", "trainer", "--seq", "8", "--precision", "none", "--rank", "2", "--kernels", "cpu"]
@@ -427,7 +430,7 @@ def test_a_model_that_cannot_be_planned_for_as_asked_is_refused_with_the_whole_r
     assert said in err
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mellum", "qwen3_vl_moe_text"])
+@pytest.mark.parametrize("name", every_other(["qwen3_moe", "mellum", "qwen3_vl_moe_text"]))
 @pytest.mark.parametrize("written", ["num_local_experts", "num_experts"])
 def test_sizes_that_stand_in_a_config_under_another_name_are_not_missing(
     name: str, written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -139,6 +139,7 @@ def test_a_limit_is_for_a_plan_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--budget is for --plan" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_libraries_are_changed_when_the_script_imports_them(tmp_path: Path) -> None:
     script = written(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

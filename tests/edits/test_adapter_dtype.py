@@ -20,7 +20,7 @@ from kbitwrap import EditError, KbitPreparedModel, Manifest, build_plan, predict
 from kbitwrap.edits.adapters import CastAdapters
 from support import zoo
 from support.snapshot import Snapshot
-from support.thorough import each_once, few
+from support.thorough import each_once, every_other, few
 from support.training import adapt, step
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,7 +54,7 @@ def train(model: nn.Module) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("first", every_other([torch.float32, torch.bfloat16, torch.float16, torch.float64]), ids=str)
 @pytest.mark.parametrize("name", DTYPES)
 def test_adapters_that_are_not_trained_come_back_in_every_bit(name: Any, first: torch.dtype) -> None:
     model = adapted(first)

@@ -45,3 +45,15 @@ def test_an_adapter_behind_reentrant_checkpointing_gets_gradients() -> None:
         model(torch.tensor([[1, 2]])).sum().backward()
     assert factor.grad is not None
     assert factor.grad.any()
+
+
+def test_a_hook_that_a_suspension_took_away_comes_back_at_its_place() -> None:
+    model = Checkpointed()
+    model.embed.register_forward_hook(lambda *_: None)
+    prepared = KbitPreparedModel(model, gradient_checkpointing_kwargs={"use_reentrant": True}).prepare()
+    model.embed.register_forward_hook(lambda *_: None)
+    before = list(model.embed._forward_hooks)
+    assert len(before) == 3
+    with prepared.suspended():
+        assert list(model.embed._forward_hooks) == before[::2]
+    assert list(model.embed._forward_hooks) == before

@@ -143,7 +143,7 @@ def test_the_float32_copies_alive_at_once_are_bounded(chunk_bytes: int | None) -
     x = torch.randn(1, 64)
     with profiler() as profile:
         run(half, x)
-    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    largest = max(event.self_cpu_memory_usage for event in profile.function_events)
     # Without pieces the weight itself; with them nothing larger than the logits.
     assert largest == (64 * 2000 * 4 if chunk_bytes is None else 2000 * 4)
 
@@ -157,7 +157,7 @@ def test_under_autocast_there_is_no_float32_copy(dtype: torch.dtype, is_inferenc
         y = half(x)
     assert y.dtype == torch.bfloat16
     # Autocast's own copy in its dtype, the one that it makes of a float32 weight as well.
-    assert max(event.self_cpu_memory_usage for event in profile.events()) == 64 * 2000 * 2
+    assert max(event.self_cpu_memory_usage for event in profile.function_events) == 64 * 2000 * 2
 
 
 @DTYPES

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from kbitwrap import KbitPreparedModel
 from support import zoo
+from support.thorough import every_other
 from support.training import step
 
 pytestmark = [
@@ -89,7 +90,7 @@ def test_a_weight_that_others_take_gives_the_numbers_of_full(take: Callable[[nn.
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("quant", ["nf4", None])
+@pytest.mark.parametrize("quant", every_other(["nf4", None]))
 @pytest.mark.parametrize("layers", [[(0, 2), (1, 2)], [(0, 1), (0, 2)]], ids=str)
 def test_layers_that_peft_replicates_train_as_under_full_and_get_the_original_dtype(
     layers: list[tuple[int, int]], quant: str | None

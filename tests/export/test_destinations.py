@@ -195,7 +195,7 @@ def test_a_file_that_no_checkpoint_consists_of_is_named_and_nothing_is_replaced(
         strange.mkdir()
     elif name == "link":
         strange = tmp_path / "out" / "config.json"
-        strange.unlink()
+        strange.rename(tmp_path / "elsewhere")  # a config, which is one of a checkpoint's own files
         strange.symlink_to(tmp_path / "elsewhere")
     else:
         strange.write_text("mine")

@@ -220,7 +220,7 @@ def kill_exports(root: Path) -> int:
             shutil.rmtree(destination)
         was_there = destination.exists()
         child = start(destination, overwrite)
-        time.sleep(draw.uniform(0, 2 * sorted(times)[1]))
+        time.sleep(draw.uniform(0, 2 * sorted(times)[1]))  # where the machine is busy, an export takes longer
         os.kill(child, signal.SIGKILL)
         num_killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         assert not was_there or destination.exists()

@@ -18,6 +18,7 @@ from support import training, zoo
 from support.files import tensors_of
 from support.merging import assert_rounded_once, assert_same_model, export, jitter, layers_of, load, same_outputs
 from support.snapshot import Snapshot
+from support.thorough import every_other
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -37,7 +38,7 @@ def head_and_embeddings(model: PreTrainedModel) -> tuple[nn.Parameter, nn.Parame
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "jamba"])
+@pytest.mark.parametrize("name", every_other(["mixtral", "gpt_oss", "deepseek_v3", "jamba"]))
 def test_fused_experts(name: str, tmp_path: Path) -> None:
     model = zoo.load(name, "nf4", FLOAT32)
     experts = {fqn.rpartition(".")[2]: p for fqn, p in model.named_parameters() if ".experts." in fqn and p.dim() > 1}

@@ -18,6 +18,7 @@ from kbitwrap import ConfigError, ExportError, KbitPreparedModel, merge_checkpoi
 from support import zoo
 from support.files import read, tensors_of
 from support.merging import assert_same_model, base_weight, export, layers_of, load, lora_weight
+from support.thorough import each_once, every_other
 
 QUANTS = ("nf4", "nf4-double", "fp4", "int8")
 ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "v_proj"], "t5": ["q", "v"]}
@@ -37,8 +38,7 @@ def adapted(name: str, quant: str, **settings: Any) -> tuple[nn.Module, nn.Modul
     return model, adapter
 
 
-@pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(("name", "quant"), each_once([*ATTENTION], QUANTS))
 def test_a_quantized_merge_changes_nothing_but_codes_of_adapted_layers(name: str, quant: str, tmp_path: Path) -> None:
     model, adapter = adapted(name, quant)
     touched = {f"{fqn}.weight" for fqn in layers_of(adapter)}
@@ -57,7 +57,7 @@ def test_a_quantized_merge_changes_nothing_but_codes_of_adapted_layers(name: str
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("quant", every_other(QUANTS))
 def test_a_quantized_merge_loads_as_its_base_does_and_keeps_the_delta(quant: str, tmp_path: Path) -> None:
     model, adapter = adapted("llama", quant)
     report = export(adapter, tmp_path / "merged", base=model, merge_as="quantized")
@@ -111,8 +111,7 @@ def dequantized(layer: Any) -> torch.Tensor:
     return bitsandbytes.functional.int8_vectorwise_dequant(layer.weight.data, scales)
 
 
-@pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(("name", "quant"), each_once([*ATTENTION], QUANTS))
 def test_a_mixed_merge_keeps_the_bytes_of_untouched_layers_and_is_half_elsewhere(
     name: str, quant: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from support.files import tensors_of
 from support.merging import HALF_ULP, assert_rounded_once, base_weight, export, jitter, layers_of, load, lora_weight
 from support.pairwise import pairwise
 from support.snapshot import Snapshot
-from support.thorough import each_once
+from support.thorough import each_once, every_other
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -269,7 +269,7 @@ def test_layer_norm_tuning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "targets"), [("whisper", ["conv1"]), ("vit", ["projection"]), ("convnext", ["pwconv1"])]
 )
-@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("use_dora", every_other([False, True]))
 def test_convolutions(name: str, targets: list[str], use_dora: bool, tmp_path: Path) -> None:
     adapted = training.adapt(name, zoo.load(name), target_modules=targets, use_dora=use_dora)
     jitter(adapted)

@@ -50,7 +50,6 @@ FEW = [
     Case("llama"),
     Case("gpt2", precision="full", adapters="head"),
     Case("mixtral", adapters="experts"),
-    Case("llama", "fsdp1", adapters="dora"),
 ]
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "mistral", "phi3", "falcon", "bloom", "gpt_neox")
 MANY = [
@@ -104,6 +103,7 @@ OF_FSDP1 = [
     *(Case(name, "fsdp1") for name in ARCHITECTURES),
     *(Case(name, "fsdp1", dtype=torch.float16) for name in ("llama", "qwen3", "gpt2")),
     Case("gpt2", "fsdp1", adapters="head"),
+    Case("llama", "fsdp1", adapters="dora"),
     Case("llama", "fsdp1", quant=None),
     Case("llama", "fsdp1-of-peft"),
 ]

@@ -12,6 +12,7 @@ from peft import IA3Config, LoraConfig
 from transformers import BitsAndBytesConfig
 
 from kbitwrap import StepMemory, predict_step
+from kbitwrap.foresight.ledger import Ledger, Mark
 from support.thorough import few
 
 LORA = LoraConfig(target_modules=["q_proj", "q"])  # on one layer of a block: others do in each block what it does
@@ -121,6 +122,7 @@ def test_adapters_that_name_blocks_by_number_are_made_of_all_of_them(fields: dic
     assert figures(cut) == figures(all_)
 
 
+@pytest.mark.thorough
 def test_blocks_that_adapters_are_not_told_apart_by_are_left_out_before_these_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,16 +134,17 @@ def test_blocks_that_adapters_are_not_told_apart_by_are_left_out_before_these_ar
         return get_peft_model(model, *args)
 
     monkeypatch.setattr(peft, "get_peft_model", counted)
-    model = config("Llama", num_hidden_layers=12)
+    model = config("Llama", num_hidden_layers=7)
     settings = {"quantization_config": NF4, "batch_size": 1, "seq_len": 8}
-    for lora in (None, LORA, LoraConfig(r=2, target_modules="all-linear", use_dora=True)):
-        assert predict_step(model, lora=lora, **settings).num_blocks == 12
-    assert made == [5, 5, 5]
+    for lora in (LORA, LoraConfig(r=2, target_modules="all-linear", use_dora=True)):
+        assert predict_step(model, lora=lora, **settings).num_blocks == 7
+    assert made == [5, 5]
     made.clear()
     predict_step(model, lora=IA3Config(target_modules=["q_proj"], feedforward_modules=[]), **settings)
-    assert made == [12]
+    assert made == [7]
 
 
+@pytest.mark.thorough
 def test_blocks_before_the_first_adapter_are_of_a_kind_of_their_own() -> None:
     kinds = [*["conv"] * 5, "full_attention"] * 2 + ["conv"] * 2
     model = config("Lfm2", num_hidden_layers=14, layer_types=kinds, block_multiple_of=8)
@@ -155,3 +158,14 @@ def test_blocks_that_share_parameters_count_them_once() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 3], [1, 4]])
     cut, all_ = both(config("Llama", num_hidden_layers=4), lora=lora, optimizer="sgd", gradient_checkpointing=False)
     assert figures(cut) == figures(all_)
+
+
+def test_what_a_block_frees_counts_for_each_that_was_left_out() -> None:
+    ledger = Ledger()
+    ledger.mark("forward", "block")
+    made = ledger.made(8, "activations")
+    ledger.mark("backward", "block")
+    ledger.freed(made)
+    forward, backward = Mark("forward", "block"), Mark("backward", "block")
+    nets = [run.net["activations"] for run in ledger.runs(times={(backward, forward): 3})]
+    assert nets == [8, -24]

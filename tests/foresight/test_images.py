@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from transformers.feature_extraction_utils import BatchFeature
 
 from kbitwrap import ConfigError, KbitPreparedModel, StepTracker, predict_step
-from support.thorough import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
 
@@ -168,7 +167,8 @@ def tracked(model: Any, batch: dict[str, torch.Tensor]) -> StepTracker:
     return tracker
 
 
-@pytest.mark.parametrize("name", few(list(CASES), ["Qwen2_5_VL", "SmolVLM"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", list(CASES))
 def test_a_step_with_images_equals_the_real_one_to_the_byte(name: str) -> None:
     model, batch = CASES[name]()
     given = copy.deepcopy(batch)

@@ -99,7 +99,9 @@ def test_every_optimizer_of_the_trainer_is_predicted_to_the_byte(name: str, tmp_
     assert (memory.static_bytes, memory.phases) == (tracker.static_bytes, tracker.phases)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in PREDICTED])
+@pytest.mark.parametrize(
+    "name", few([name for name in NAMES if name not in PREDICTED], ["adalomo", "adamw_torch_4bit", "grokadamw"])
+)
 def test_every_other_optimizer_of_the_trainer_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^optimizer: '{name}' .*{reason(name)}") as caught:
         predicted(name, lora=zoo.lora_config("llama", target_modules=["q_proj"]))

@@ -47,7 +47,7 @@ def arguments(folder: Path, **settings: Any) -> TrainingArguments:
     return TrainingArguments(**options | settings)
 
 
-@pytest.mark.parametrize("cell", few(CELLS, CELLS[::3]), ids=str)
+@pytest.mark.parametrize("cell", few(CELLS, CELLS[::6]), ids=str)
 def test_a_step_of_the_trainer_equals_the_real_one_to_the_byte(cell: Cell, tmp_path: Path) -> None:
     model = zoo.load(cell.name)
     args = arguments(tmp_path, **dict(cell.settings))

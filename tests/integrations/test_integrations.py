@@ -17,7 +17,7 @@ from kbitwrap.integrations import KbitTrainerCallback, prepared_trainer
 from support import zoo
 from support.pairwise import pairwise
 from support.snapshot import Snapshot
-from support.thorough import each_once, few
+from support.thorough import every_other, few
 from support.trainers import (
     EVERY_STEP,
     NAME,
@@ -44,7 +44,7 @@ FEW, BOOLS = ("full", "norms"), (False, True)
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", every_other(PRECISIONS))
 def test_every_checkpoint_gets_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     calls = []
     make = KbitPreparedModel.manifest
@@ -152,7 +152,9 @@ class Allocates:
 
 
 # Each step calls a block once in its forward and once in its backward; after the first step, there is an evaluation.
-@pytest.mark.parametrize(("precision", "call"), each_once(["full", "compute", "adapted"], [1, 4]))
+@pytest.mark.parametrize(
+    ("precision", "call"), few(itertools.product(["full", "compute", "adapted"], [1, 4]), [("full", 1), ("compute", 4)])
+)
 def test_a_search_for_the_batch_size_goes_on_after_each_attempt(tmp_path: Path, precision: str, call: int) -> None:
     model = load_base()
     before = Snapshot(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -17,6 +18,7 @@ from torch import nn
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
 from support import forks
+from support.thorough import few
 from support.trainers import (
     EVERY_STEP,
     NAME,
@@ -85,8 +87,13 @@ OTHERS: dict[str, tuple[Callable[[], KbitPreparedModel | nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in-place", "elsewhere"])
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize(
+    ("case", "elsewhere"),
+    few(
+        itertools.product(OTHERS, [False, True]),
+        [*((case, number % 2 == 0) for number, case in enumerate(OTHERS)), ("weight", True), ("weight", False)],
+    ),
+)
 def test_resuming_on_another_base_is_refused(
     tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]], case: str, elsewhere: bool
 ) -> None:

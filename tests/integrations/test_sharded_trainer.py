@@ -29,7 +29,6 @@ from support import forks, zoo
 from support.engines import FSDP2_STORAGE, SHARDS_INTEGERS, copy_adapters, flags, fsdp2
 from support.files import SHARD, read, saved
 from support.snapshot import tensor_digest
-from support.thorough import few
 from support.trainers import EVERY_STEP, NAME, NUM_STEPS, RecordingTrainer, adapt, trainer_for
 from support.training import is_checkpointing
 
@@ -141,16 +140,10 @@ def go_on(rank: int, join: forks.Join, state_dict_type: str, storage: torch.dtyp
             assert runs[2].restore().replaced == ()
 
 
+@pytest.mark.thorough  # two processes train for seconds
 @pytest.mark.parametrize(
     ("state_dict_type", "storage"),
-    few(
-        [
-            ("SHARDED_STATE_DICT", torch.bfloat16),
-            ("SHARDED_STATE_DICT", torch.uint8),
-            ("FULL_STATE_DICT", torch.bfloat16),
-        ],
-        [("SHARDED_STATE_DICT", torch.bfloat16)],
-    ),
+    [("SHARDED_STATE_DICT", torch.bfloat16), ("SHARDED_STATE_DICT", torch.uint8), ("FULL_STATE_DICT", torch.bfloat16)],
     ids=str,
 )
 def test_a_sharded_run_that_was_interrupted_goes_on_bit_for_bit(
@@ -246,7 +239,8 @@ def merge_under_fsdp1(rank: int, join: forks.Join, folder: Path) -> None:
             assert not is_checkpointing(trained.model)
 
 
-@pytest.mark.parametrize("world_size", few([2, 4], [2]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_under_fsdp1_a_run_is_merged_exactly_and_checkpoints_without_adapters_are_refused(
     world_size: int, tmp_path: Path
 ) -> None:

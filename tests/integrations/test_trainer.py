@@ -21,6 +21,7 @@ from kbitwrap.integrations import prepared_trainer
 from support import zoo
 from support.files import saved
 from support.snapshot import Snapshot, tensor_digest
+from support.thorough import every_other, few
 from support.trainers import (
     NUM_STEPS,
     RecordingTrainer,
@@ -49,7 +50,7 @@ pytestmark = [
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
+@pytest.mark.parametrize("modules_to_save", every_other([False, True]), ids=["lora", "lora-and-head"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["plain", "bf16"])
 def test_full_trains_exactly_as_after_pefts_own_preparation(tmp_path: Path, bf16: bool, modules_to_save: bool) -> None:
     kwargs = {"bf16": bf16, "modules_to_save": modules_to_save, "gradient_checkpointing": False}
@@ -124,7 +125,7 @@ def losses_without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> di
     }
 
 
-@pytest.mark.parametrize(("wrapper", "trainer", "precision"), CASES)
+@pytest.mark.parametrize(("wrapper", "trainer", "precision"), few(CASES, CASES[::2]))
 def test_trainers_checkpointing_wins_and_is_taken_back(
     tmp_path: Path,
     losses_without_checkpointing: dict[str, list[float]],
@@ -323,7 +324,7 @@ def test_trainer_that_casts_what_is_trainable_is_undone_too(tmp_path: Path, prec
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modules_to_save", [False, True], ids=["lora", "lora-and-head"])
+@pytest.mark.parametrize("modules_to_save", every_other([False, True]), ids=["lora", "lora-and-head"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_merged_model_is_that_of_a_base_never_prepared(tmp_path: Path, precision: str, modules_to_save: bool) -> None:
     model = load_base()

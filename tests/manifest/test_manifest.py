@@ -31,7 +31,7 @@ from support import zoo
 from support.memory import peak_bytes
 from support.plain import Shadowed, Tied, small_manifest, tied
 from support.snapshot import Snapshot
-from support.thorough import each_once, few
+from support.thorough import each_once, every_other, few
 from support.training import adapt, step
 
 pytestmark = [
@@ -316,7 +316,7 @@ def test_prepared_and_suspended_record_the_same(precision: str) -> None:
         assert not prepared.verify()
 
 
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("precision", every_other(list(Precision)))
 def test_a_second_name_for_a_parameter_is_no_part_of_the_base(precision: Precision) -> None:
     model = zoo.load("llama")
     before = Snapshot(model)

@@ -358,6 +358,7 @@ def test_deep_nesting_is_refused_quickly(opening: str, depth: int, text: str) ->
     assert time.perf_counter() - start < 20
 
 
+@pytest.mark.thorough
 def test_many_errors_are_summarized_quickly(text: str) -> None:
     data = json.loads(text)
     data["tensors"] = {f"../{i}": [-1, "x" * 100] for i in range(50_000)}
@@ -367,6 +368,7 @@ def test_many_errors_are_summarized_quickly(text: str) -> None:
     assert time.perf_counter() - start < 20
 
 
+@pytest.mark.thorough
 def test_ten_thousand_mutations_are_refused_or_harmless(text: str) -> None:
     # Mutations of the bytes: single bits, bytes, pieces taken out, doubled, swapped, and pieces of other places.
     generator = random.Random(0)
@@ -415,6 +417,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_anywhere_is_refused_or_harmless(data: Any, text: str) -> None:
@@ -429,6 +432,7 @@ def test_any_json_anywhere_is_refused_or_harmless(data: Any, text: str) -> None:
     assert Manifest.from_json(read.to_json()) == read
 
 
+@pytest.mark.thorough
 @given(JSON)
 @settings(max_examples=100, deadline=None)
 def test_any_json_is_no_manifest(value: Any) -> None:

@@ -8,13 +8,14 @@ import torch
 
 from kbitwrap import KbitPreparedModel
 from support import zoo
+from support.thorough import every_other
 from support.training import adapt
 
 PRECISIONS = pytest.mark.parametrize("precision", ["full", "compute", "norms", "none"])
 
 
 @PRECISIONS
-@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("flag", every_other([False, True]))
 def test_its_flag_stays_as_it_is_in_every_suspension_and_after_each(precision: str, flag: bool) -> None:
     prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
     model = prepared.model

@@ -32,3 +32,8 @@ def each_once(*axes: Sequence[Any]) -> list[Any]:
     longest = max(map(len, axes))
     chosen = [tuple(axis[i % len(axis)] for axis in axes) for i in range(longest)]
     return few(itertools.product(*axes), chosen)
+
+
+def every_other(every: Iterable[Any]) -> list[Any]:
+    """All cases for ``parametrize``; by default each second one, where the others hold the same of another value."""
+    return [as_thorough(case) if number % 2 else case for number, case in enumerate(every)]

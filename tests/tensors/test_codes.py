@@ -11,6 +11,7 @@ import torch
 
 from kbitwrap.model.bitsandbytes_layers import codes_of
 from kbitwrap.tensors.codes import Codes, RandomNumbers
+from support.thorough import each_once
 
 KINDS = ("nf4", "fp4", "nf4 double", "int8")
 ROWS, COLUMNS = 8, 128
@@ -102,8 +103,7 @@ def test_each_element_gets_one_of_the_two_codes_around_its_sum(kind: str, size: 
     torch.testing.assert_close(rounded.off, found - wanted, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [0.05, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "size"), each_once(KINDS, [0.05, 0.5]))
 def test_the_mean_over_seeds_is_the_sum(kind: str, size: float) -> None:
     layer, delta, number = layer_of(kind), delta_of(size), 400
     wanted = values_of(layer, bytes_of(layer)) + delta
