@@ -78,33 +78,11 @@ def _base_fields(live: Any, path: Path | None) -> _Fields | None:
     if before is None:
         return None
 
-    after = _without_inherited(after, own, after.get("dtype"))
-    before = _without_inherited(before, own, before.get("dtype"))
     if not _RENAMED.isdisjoint(_differing(before, after)):
         return None
 
     fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)
-    again = _read(live, fields)
-    if again is None:
-        return None
-
-    is_same = _without_inherited(again, own, again.get("dtype")) == after
-    return fields if is_same else None
-
-
-def _without_inherited(fields: _Fields, own: _Fields, dtype: Any) -> _Fields:
-    """A config's fields without the dtypes of its parts that its file leaves to the dtype of the whole."""
-    found = dict(fields)
-    for name, part in fields.items():
-        if not isinstance(part, dict):
-            continue
-        in_file = own.get(name)
-        if not isinstance(in_file, dict):
-            in_file = {}
-        found[name] = _without_inherited(part, in_file, dtype)
-        if _DTYPES.isdisjoint(in_file) and part.get("dtype") in (None, dtype):
-            found[name].pop("dtype", None)
-    return found
+    return fields if _read(live, fields) == after else None
 
 
 def _of_kind(fields: Any, model_type: Any) -> _Fields | None:

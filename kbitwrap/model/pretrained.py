@@ -74,12 +74,13 @@ def meta_model(
 
     chosen = parse_dtype(dtype, is_floating=True)
     if config.dtype is not None and is_saved_by_bitsandbytes(config):
-        if chosen != config.dtype:
+        of_files = parse_dtype(config.dtype, is_floating=True)
+        if chosen != of_files:
             assumed.append(
-                f"its files are {dtype_name(config.dtype)}, which loading keeps where they are quantized: "
+                f"its files are {dtype_name(of_files)}, which loading keeps where they are quantized: "
                 f"{dtype_name(chosen)} was not taken"
             )
-        chosen = config.dtype
+        chosen = of_files
     try:
         model = _build(config, quantization_config, chosen, assumed)
     except ConfigError:

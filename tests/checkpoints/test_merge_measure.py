@@ -454,7 +454,7 @@ def test_a_merge_that_was_quantized_to_8_bits_is_right_with_scales_of_its_own(
     quantized = model_class.from_pretrained(half, quantization_config=int8, device_map={"": "cpu"})
     quantized.save_pretrained(tmp_path / "merged")
     base, adapter = run.folder / "base", tmp_path / "adapter"
-    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quantization_config=int8)
+    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=int8)
     assert report.findings == ()
     assert report.merge is not None
     assert abs(report.merge.kept - 1) < 0.05
