@@ -109,21 +109,23 @@ def _faked(made: Tensor, like: Any) -> Tensor:
     """
     mode = like.fake_mode
     device = like.fake_device
-    blanks: dict[torch.device, FakeTensor] = vars(mode).setdefault(_BLANKS, {})
+    # no tensor, which would hold the mode that holds it
+    blanks: dict[torch.device, dict[str, Any]] = vars(mode).setdefault(_BLANKS, {})
     if device not in blanks:
-        blanks[device] = FakeTensor(mode, _empty((0,), torch.float32), device)
+        blank = FakeTensor(mode, _empty((0,), torch.float32), device)
+        blanks[device] = dict(vars(blank))
     output = Tensor._make_subclass(
         FakeTensor,
         made,
         dispatch_device=True,
         device_for_backend_keys=device,
     )
-    vars(output).update(vars(blanks[device]))
+    vars(output).update(blanks[device])
     return output
 
 
 _BLANKS = "_kbitwrap_blanks"
-"""The attribute of a mode for a fake tensor on each device, from which others take their fields."""
+"""The attribute of a mode for the fields of fake tensors, by their device."""
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
