@@ -73,6 +73,7 @@ class Subject:
         self.go(SUSPENDED)
         self.go(RESTORED)
         self.original, self.process = Snapshot(model), process()
+        self.hooks = {*nn.modules.module._global_parameter_registration_hooks}  # of models that others dropped
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def go(self, state: LifecycleState) -> None:
@@ -191,7 +192,7 @@ class Subject:
         is_whole = found == self.exported if call == "export" else call == "manifest" and [*found] == ["out"]
         if caught is not None and found and (isinstance(caught, KbitWrapError) or not is_whole):
             yield f"left {[*found]}"
-        if state is RESTORED and nn.modules.module._global_parameter_registration_hooks:
+        if state is RESTORED and not self.hooks.issuperset(nn.modules.module._global_parameter_registration_hooks):
             yield "a hook of torch's is left"
         if process() != self.process:
             yield f"the process is {process()}, and was {self.process}"
