@@ -30,12 +30,13 @@ from ..export.writer import (
 )
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
+from ..model.pretrained import kept_dtype
 from ..model.quantization import skip_layers, skipped_layers
 from ..model.tree import ModelTree
 from ..preparation.process import plain_mode
 from ..reports import ExportReport, first_of, shown
 from ..tensors.devices import accelerator_type
-from ..tensors.dtypes import dtype_name, parse_dtype
+from ..tensors.dtypes import parse_dtype
 from .adapters import SavedAdapter, read_adapter
 from .base import (
     QUANTIZATION,
@@ -225,10 +226,7 @@ def merge_checkpoint(
         notes = [note] if note else []
         loaded = trained.model.dtype
         if dtype is not None and own is not None and parse_dtype(dtype) != loaded:
-            notes.append(
-                f"the base's files are {dtype_name(loaded)}, which loading keeps where they are quantized: "
-                f"{dtype_name(parse_dtype(dtype))} was not taken"
-            )
+            notes.append(kept_dtype(loaded, parse_dtype(dtype)))
         if left:
             notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
         card = _card(name, saved, form, how, merged, device, notes)

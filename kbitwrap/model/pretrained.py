@@ -66,21 +66,19 @@ def meta_model(
     """
     config, content = _read(name_or_path)
     assumed = _left_to_defaults(config, content)
-    if dtype is None or dtype == "auto":
-        # A composite config has its dtype in its parts; of two text parts the decoder's
-        # counts.
-        text_config = config.get_text_config(decoder=True)
-        dtype = config.dtype or text_config.dtype or torch.bfloat16
+    # A composite config has its dtype in its parts; of two text parts the decoder's
+    # counts.
+    text_config = config.get_text_config(decoder=True)
+    of_files = config.dtype or text_config.dtype or torch.bfloat16
+    of_files = parse_dtype(of_files, is_floating=True)
+    chosen = of_files
+    if dtype is not None and dtype != "auto":
+        chosen = parse_dtype(dtype, is_floating=True)
 
-    chosen = parse_dtype(dtype, is_floating=True)
-    if config.dtype is not None and is_saved_by_bitsandbytes(config):
-        of_files = parse_dtype(config.dtype, is_floating=True)
-        if chosen != of_files:
-            assumed.append(
-                f"its files are {dtype_name(of_files)}, which loading keeps where they are quantized: "
-                f"{dtype_name(chosen)} was not taken"
-            )
+    if chosen != of_files and _is_saved_by_bitsandbytes(config):
+        assumed.append(kept_dtype(of_files, chosen))
         chosen = of_files
+
     try:
         model = _build(config, quantization_config, chosen, assumed)
     except ConfigError:
@@ -97,8 +95,16 @@ def meta_model(
     return model
 
 
-def is_saved_by_bitsandbytes(config: Any) -> bool:
-    """Whether files are quantized by bitsandbytes: weights are loaded in the dtype that they have there."""
+def kept_dtype(of_files: torch.dtype, asked: torch.dtype) -> str:
+    """Say that weights are loaded in the dtype of their files, as those of quantized files are."""
+    return (
+        f"the base's files are {dtype_name(of_files)}, which loading keeps where they are quantized: "
+        f"{dtype_name(asked)} was not taken"
+    )
+
+
+def _is_saved_by_bitsandbytes(config: Any) -> bool:
+    """Whether the files of a model are quantized by bitsandbytes."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     if hasattr(settings, "to_dict"):
         settings = settings.to_dict()

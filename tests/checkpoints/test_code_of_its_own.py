@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -89,8 +90,8 @@ def test_its_code_runs_only_where_that_is_asked_for(run: Path, tmp_path: Path) -
 
 def test_a_merge_that_stays_quantized_is_checked_and_examined_by_its_code(run: Path, tmp_path: Path) -> None:
     base, adapter, merged = run / "base", run / "narrow", tmp_path / "merged"
-    options = {"merge_as": "mixed", "check": True, "trust_remote_code": True}
-    merge_checkpoint(base, adapter, merged, quantization_config=NF4, **options)
+    given: dict[str, Any] = {"quantization_config": NF4, "trust_remote_code": True}
+    merge_checkpoint(base, adapter, merged, merge_as="mixed", check=True, **given)
     report = doctor(merged, base=base, adapter=adapter, quant=NF4, trust_remote_code=True)
     assert report.merge is not None
     assert (report.merge.onto, report.findings) == ("trained", ())

@@ -540,3 +540,8 @@ def test_examining_a_live_model_changes_nothing(tmp_path: Path) -> None:
 def test_what_the_doctor_finds_can_be_mended(tmp_path: Path) -> None:
     convert_checkpoint(left_in_float32(tmp_path / "left"), tmp_path / "out", dtype="bfloat16")
     assert not doctor(tmp_path / "out")
+
+
+def test_an_unknown_word_for_a_quantization_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quant: expected one of nf4, nf4-double, .*, none, found '4bit'"):
+        doctor(tmp_path, base=tmp_path, quant="4bit")

@@ -21,7 +21,7 @@ from kbitwrap.checkpoints.causes import Causes, is_right
 from kbitwrap.checkpoints.figures import Figures, compare
 from support import zoo
 from support.files import tensors_of
-from support.merges import Run, Tensors, change, load, make_run, reload_and_merge
+from support.merges import Run, Tensors, change, copy_without_record, load, make_run, reload_and_merge
 from support.thorough import few
 
 NAMES = ("llama", "gemma2", "mixtral", "gpt2")
@@ -335,7 +335,7 @@ def test_a_merge_in_quantized_weights_that_was_dequantized_is_told(
     quant: str, name: str, stored: torch.dtype, merges: Callable[[str], Run], tmp_path: Path
 ) -> None:
     run = merges(name)
-    shutil.copytree(run.folder / "adapter", tmp_path / "adapter", ignore=shutil.ignore_patterns("kbitwrap.json"))
+    copy_without_record(run, tmp_path / "adapter")
     merged = PeftModel.from_pretrained(load(name, quant), tmp_path / "adapter").merge_and_unload().dequantize()
     merged.to(stored).save_pretrained(tmp_path / "merged")
     settings = quantization_config(quant, torch.bfloat16)
@@ -400,7 +400,7 @@ def test_a_quantized_layer_that_was_scaled_though_no_adapter_touches_it_is_found
     run = merges("llama")
     base, adapter, fqn = tmp_path / "base", tmp_path / "adapter", "model.layers.0.mlp.up_proj.weight"
     load("llama", quant).save_pretrained(base)
-    shutil.copytree(run.folder / "adapter", adapter, ignore=shutil.ignore_patterns("kbitwrap.json"))
+    copy_without_record(run, adapter)
     half = reload_and_merge(run, torch.bfloat16, tmp_path / "half")
     quantized = tmp_path / "quantized"
 
@@ -427,7 +427,7 @@ def test_scales_and_codes_of_an_adapted_layer_that_no_rounding_gives_are_found(
     run = merges("llama")
     base, adapter, fqn = tmp_path / "base", tmp_path / "adapter", "model.layers.0.self_attn.v_proj.weight"
     load("llama", quant).save_pretrained(base)
-    shutil.copytree(run.folder / "adapter", adapter, ignore=shutil.ignore_patterns("kbitwrap.json"))
+    copy_without_record(run, adapter)
     for scale in (1.0, 0.9, 1.02, 1.5, None):
         merged = tmp_path / str(scale)
         merge_checkpoint(base, adapter, merged, merge_as="quantized")
@@ -447,7 +447,7 @@ def test_a_merge_that_was_quantized_to_8_bits_is_right_with_scales_of_its_own(
     name: str, merges: Callable[[str], Run], tmp_path: Path
 ) -> None:
     run = merges(name)
-    shutil.copytree(run.folder / "adapter", tmp_path / "adapter", ignore=shutil.ignore_patterns("kbitwrap.json"))
+    copy_without_record(run, tmp_path / "adapter")
     model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
     int8 = quantization_config("int8", torch.bfloat16)
     half = reload_and_merge(run, torch.bfloat16, tmp_path / "half")

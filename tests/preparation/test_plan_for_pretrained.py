@@ -474,3 +474,17 @@ def test_architectures_that_are_no_list_name_no_class(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": 10**12}))
     assert Plan.for_pretrained(tmp_path, precision="full").added_bytes == expected
+
+
+@pytest.mark.parametrize("is_in_parts", [False, True])
+def test_a_composite_base_that_was_saved_quantized_keeps_the_dtype_of_its_files(
+    is_in_parts: bool, tmp_path: Path
+) -> None:
+    zoo.load("llava", "nf4", torch.float32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if is_in_parts:
+        config["text_config"]["dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    of_its_own, asked = (Plan.for_pretrained(tmp_path, dtype=dtype, precision="full") for dtype in (None, "bfloat16"))
+    assert asked.added_bytes == of_its_own.added_bytes == 0  # nothing is half
+    assert "files are float32, which loading keeps where they are quantized" in " ".join(asked.warnings)

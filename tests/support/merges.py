@@ -96,6 +96,11 @@ def change(run: Run, folder: Path, broken: Callable[[Run, Tensors], None], **con
     return folder
 
 
+def copy_without_record(run: Run, adapter: Path) -> None:
+    """Copy a run's adapter without its manifest."""
+    shutil.copytree(run.folder / "adapter", adapter, ignore=shutil.ignore_patterns("kbitwrap.json"))
+
+
 def reload_and_merge(run: Run, dtype: torch.dtype, folder: Path, **saving: Any) -> Path:
     """Merge as most people do: onto the base's own weights, by PEFT."""
     model_class = getattr(transformers, zoo.ARCHITECTURES[run.name].model_class)
