@@ -28,8 +28,6 @@ ROOMS = (
     *("errors", "config", "reports", "tensors", "model", "edits", "preparation", "foresight", "export", "manifest"),
     *("checkpoints", "prepared", "drop_in", "", "integrations", "bench", "cli", "__main__"),
 )
-# These use the public names alone.
-CLIENTS = ("integrations", "bench", "cli", "__main__")
 # Loaded only when asked for: the first three take seconds, and each may be absent where it is not used.
 LAZY = ("transformers", "peft", "bitsandbytes", "accelerate", "deepspeed", "safetensors")
 
@@ -158,11 +156,12 @@ def test_errors_import_nothing_of_the_package() -> None:
     assert imports(PACKAGE / "errors.py") == set()
 
 
-def library_files() -> list[Path]:
-    return [path for path in files() if room_of(path) not in CLIENTS]
+def quantization_blind_files() -> list[Path]:
+    """The files of the rooms that must hold for any quantization library."""
+    return [path for path in files() if room_of(path) not in ("integrations", "bench", "cli", "__main__")]
 
 
-@pytest.mark.parametrize("path", library_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", quantization_blind_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_files_on_quantization_alone_name_the_quantization_libraries(path: Path) -> None:
     # what a quantization permits, here and for foresight, and what bitsandbytes' layers compute with
     if path.name in ("quantization.py", "bitsandbytes_layers.py"):
@@ -191,29 +190,13 @@ def test_no_error_is_swallowed() -> None:
     assert silent == []
 
 
-# ----------------------------------------------------------------------------------------------------
-# Clients.
-# ----------------------------------------------------------------------------------------------------
-
-
-def client_files() -> list[Path]:
-    return [path for path in files() if room_of(path) in CLIENTS]
-
-
-def test_clients_use_the_public_names_only() -> None:
+def test_no_file_imports_a_private_name_of_another() -> None:
     private = []
-    for path in client_files():
-        for room, name in imports(path):
-            is_own = room in CLIENTS or (room == "" and name in CLIENTS)
-            is_public = room == "" and name in (*kbitwrap.__all__, "", "__version__")
-            if not (is_own or is_public):
-                private.append(f"{path.name}: {room}.{name}")
+    for path in files():
         for node in ast.walk(source(path)):
-            # `import kbitwrap` followed by `kbitwrap.storage.Store`.
-            is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-            if is_attribute and node.value.id == PACKAGE.name and node.attr not in (*kbitwrap.__all__, "__version__"):
-                private.append(f"{path.name}: {node.attr}")
-    assert private == []
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith(PACKAGE.name)):
+                private += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
+    assert [found for found in private if not found.endswith("__")] == []
 
 
 def test_what_the_project_installs_exists() -> None:
