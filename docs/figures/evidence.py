@@ -34,8 +34,9 @@ from torch.nn import functional as F
 from kbitwrap import KbitPreparedModel
 from kbitwrap.bench import loss as bench
 from kbitwrap.bench.plot import STYLE
-from kbitwrap.bench.settings import FLOAT64, LossSettings, quantization_config
+from kbitwrap.bench.settings import FLOAT64, LossSettings
 from kbitwrap.cli.console import quiet_libraries
+from kbitwrap.model.quantization import bitsandbytes_config
 from sections import DOCS, replace_section
 
 PAGE = DOCS / "evidence.md"
@@ -103,7 +104,7 @@ def encode(arithmetic: str) -> dict[str, Any]:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    half = functools.partial(load, dtype=torch.bfloat16, quantization_config=quantization_config(quant, torch.bfloat16))
+    half = functools.partial(load, dtype=torch.bfloat16, quantization_config=bitsandbytes_config(quant, torch.bfloat16))
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="FEATURE_EXTRACTION")
     with quiet_libraries():
         exact = get_peft_model(bench.make_exact(load(dtype=torch.bfloat16).double(), half()), config).train()

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kbitwrap.bench import loss as bench
-from kbitwrap.bench.settings import LossSettings, quantization_config
+from kbitwrap.bench.settings import LossSettings
+from kbitwrap.model.quantization import bitsandbytes_config
 
 RANK = 8
 WARMUP_STEPS = 10
@@ -70,7 +71,7 @@ class Subject(ABC):
 
     def load(self, folder: Path, quant: str = "none") -> Any:
         """A model of this kind from a folder, quantized or as it was saved."""
-        config = quantization_config(quant, torch.bfloat16)
+        config = bitsandbytes_config(quant, torch.bfloat16)
         settings = {} if config is None else {"quantization_config": config}
         return self.auto_class.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": "cpu"}, **settings)
 

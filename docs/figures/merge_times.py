@@ -21,13 +21,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from kbitwrap import doctor, merge_checkpoint
-from kbitwrap.bench.settings import quantization_config
 from kbitwrap.cli.console import quiet_libraries
+from kbitwrap.model.quantization import bitsandbytes_config
 from merge_sizes import MISTRAL
 
 FORMS = ("half", "quantized")
 DELTA = 0.02  # deviation of lora_B: the delta is about 2 % of the weights
-NF4 = quantization_config("nf4", torch.bfloat16)
+NF4 = bitsandbytes_config("nf4", torch.bfloat16)
 
 
 def make_run(blocks: int, folder: Path) -> tuple[Path, Path]:

@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .. import KbitPreparedModel
+from ..model.quantization import bitsandbytes_config
 from .environment import environment
 from .settings import (
     DISTANCES,
@@ -39,7 +40,6 @@ from .settings import (
     BenchError,
     Figures,
     LossSettings,
-    quantization_config,
 )
 
 NUM_BYTES = 256
@@ -503,7 +503,7 @@ def _load(base: Path, settings: LossSettings) -> nn.Module:
     """The base, quantized, in train mode: in eval mode some CPUs repack its weights, and have no backward then."""
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         base,
-        quantization_config=quantization_config(settings.quant, torch.bfloat16),
+        quantization_config=bitsandbytes_config(settings.quant, torch.bfloat16),
         dtype=torch.bfloat16,
         device_map={"": settings.device},
     )

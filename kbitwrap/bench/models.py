@@ -15,7 +15,8 @@ from transformers import (
 )
 from transformers.utils.quantization_config import QuantizationMethod
 
-from .settings import Shape, quantization_config
+from ..model.quantization import bitsandbytes_config
+from .settings import Shape
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _BLOCK_SIZE = 64
@@ -65,7 +66,7 @@ def build_model(
         model.lm_head.weight = model.model.embed_tokens.weight
     model.is_loaded_in_4bit = model.is_quantized = True
     model.quantization_method = QuantizationMethod.BITS_AND_BYTES
-    model.config.quantization_config = quantization_config("nf4", compute_dtype)
+    model.config.quantization_config = bitsandbytes_config("nf4", compute_dtype)
     result: PreTrainedModel = model.eval()
     return result
 

@@ -21,9 +21,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from .. import merge_checkpoint
+from ..model.quantization import bitsandbytes_config
 from .environment import environment
 from .loss import Run, Runs, Text, next_byte_loss, over_seeds, pretrain, read_text
-from .settings import Figures, LossSettings, quantization_config
+from .settings import Figures, LossSettings
 
 _TRAINED = "norms"
 """The case of ``loss`` that a trainer runs: its adapters are in bfloat16, as the engine's."""
@@ -88,7 +89,7 @@ def _compare(
     loss, expected = _probabilities(trainer, text, is_autocast=settings.autocast)
 
     dequantized = folder / f"{name}-base"
-    config = quantization_config(quant, torch.bfloat16)
+    config = bitsandbytes_config(quant, torch.bfloat16)
     merge_checkpoint(
         base,
         None,

@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from .. import QuantKind
-
 PEFT = "peft"
 PEFT_UNCLEARED = "peft-uncleared"
 """PEFT's function with ``auto_clear_cache=False``: as it was when huggingface/peft#3265 was reported."""
@@ -15,25 +13,6 @@ CHUNKED = "compute-chunked"
 """``"compute"`` with ``head_chunk_bytes``."""
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 CASES = (PEFT, PEFT_UNCLEARED, "full", "compute", CHUNKED, "norms", "adapted", "none")
-
-
-def quantization_config(quant: str, compute_dtype: Any) -> Any:
-    """Make the config of a kind of quantization.
-
-    Args:
-        quant: The word for a ``QuantKind``.
-        compute_dtype: The dtype that 4-bit layers compute in; ``None`` for the
-            library's default.
-
-    Returns:
-        The config for ``from_pretrained``; ``None`` for ``"none"``.
-    """
-    from transformers import BitsAndBytesConfig
-
-    settings = QuantKind(quant).settings
-    if not settings:
-        return None
-    return BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=compute_dtype)
 
 
 Figures = dict[str, Any]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import QuantKind, StrPath
+from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..manifest.pending import BaseCheck
@@ -37,6 +37,7 @@ from ..model.quantization import (
     SKIPPED_LAYERS,
     is_of_another_library,
     is_quantized_parameter,
+    kind_of,
 )
 from ..model.tree import join
 from ..model.wrappers import canonical_fqn
@@ -410,28 +411,6 @@ def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str
         settings[_COMPUTE_DTYPE] = recorded
 
     return settings
-
-
-def kind_of(settings: Mapping[str, Any]) -> QuantKind | None:
-    """The kind of bitsandbytes' quantization that settings are of.
-
-    ``None`` where they are of another library, of several parts of a model, or of a kind
-    that is not known.
-    """
-    if not settings:
-        return QuantKind.NONE
-
-    if settings.get("load_in_8bit"):
-        return QuantKind.INT8
-
-    if not settings.get("load_in_4bit"):
-        return None
-
-    name = str(settings.get("bnb_4bit_quant_type") or "fp4")
-    if settings.get("bnb_4bit_use_double_quant"):
-        name += "-double"
-    known = {kind.value: kind for kind in QuantKind}
-    return known.get(name)
 
 
 def _refuse_other_quantization(

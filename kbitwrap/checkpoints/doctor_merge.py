@@ -19,6 +19,7 @@ from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..export.forms import fused_layer
 from ..manifest.manifest import Manifest
 from ..model.pretrained import read_config
+from ..model.quantization import kind_of
 from ..model.tree import join
 from ..model.wrappers import unwrap
 from ..reports import first_of
@@ -26,7 +27,7 @@ from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
 from .adapters import read_adapter
-from .base import QUANTIZATION, TrainedBase, is_told, kind_of, load_adapted
+from .base import QUANTIZATION, TrainedBase, is_told, load_adapted
 from .doctor_base import tells_dequantized
 from .doctor_report import FAULT, Examination, Result, fault, fine, not_measured
 from .doctor_subjects import Folder, Given, LiveModel, Subject

@@ -15,6 +15,7 @@ from ..config import QuantKind, StrPath
 from ..export.plain import is_transposed
 from ..model.bitsandbytes_layers import dequantizer, make_pending
 from ..model.pretrained import layers_to_quantize
+from ..model.quantization import bitsandbytes_config
 from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
 from .base import TrainedBase, load_adapted
@@ -62,7 +63,8 @@ def fitting_quantization(
     """
     trained, adapted = _load(base, saved, trust_remote_code)
     side = plain_side(adapted, is_merged=False)
-    configs = _configs()
+    kinds = [kind for kind in QuantKind if kind.settings]
+    configs = {kind: bitsandbytes_config(kind) for kind in kinds}
     layers = {}
     for kind, config in configs.items():
         _, layers[kind] = layers_to_quantize(trained.model, config)
@@ -107,14 +109,6 @@ def _kind_of(
             nearest, least = kind, off
 
     return nearest
-
-
-def _configs() -> dict[QuantKind, Any]:
-    """The configs of all kinds of quantization."""
-    from transformers import BitsAndBytesConfig
-
-    kinds = [kind for kind in QuantKind if kind.settings]
-    return {kind: BitsAndBytesConfig(**kind.settings) for kind in kinds}
 
 
 def _load(

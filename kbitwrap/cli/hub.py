@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import ConfigError, UnsupportedModelError
-from ..bench.settings import quantization_config
+from ..model.quantization import bitsandbytes_config
 from .console import Doing, InputError, first_line, quiet_libraries, say
 from .usage import DEFAULT_QUANT
 
@@ -131,7 +131,7 @@ def quantization_in_training(quant: str | None, dtype: str | None) -> Any:
     """
     if quant is None:
         return None
-    return quantization_config(quant, dtype) or False
+    return bitsandbytes_config(quant, dtype) or False
 
 
 def _is_here(name: str) -> bool:
@@ -246,7 +246,7 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
     own = own_quantization(model)
     if own is None:
         name = quant or DEFAULT_QUANT
-        return Quantization(name, quantization_config(name, dtype))
+        return Quantization(name, bitsandbytes_config(name, dtype))
     method = str(own.get("quant_method", BITSANDBYTES))
     if quant is None or (method == BITSANDBYTES and quant != "none"):
         return Quantization(method, None)

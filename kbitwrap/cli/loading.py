@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from .. import Plan
-from ..bench.settings import quantization_config
+from ..model.quantization import bitsandbytes_config
 from .console import InputError, first_line
 from .text import NUM_BYTES, ByteTokens, TokenizerTokens, Tokens
 
@@ -136,7 +136,7 @@ def quantization_on(device: torch.device, quant: str) -> Any:
     """
     # A CPU computes faster in float32; what is stored stays half.
     compute_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return quantization_config(quant, compute_dtype)
+    return bitsandbytes_config(quant, compute_dtype)
 
 
 def tokens_of(name: str, model: Any, trust_remote_code: bool) -> Tokens:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..config import QuantKind
 from ..tensors.bits import is_composed, parts_of
 from .wrappers import loaded_class
 
@@ -47,6 +48,42 @@ PEFT_MODULES = ("awq", "bnb", "gptq", "hqq", "torchao")
 
 They are those that can be merged; its other layers are in ``layer``.
 """
+
+
+def bitsandbytes_config(
+    kind: str, compute_dtype: torch.dtype | str | None = None
+) -> Any:
+    """Make the config of a kind of quantization for ``from_pretrained``; ``None`` for ``"none"``.
+
+    ``compute_dtype`` is the dtype that 4-bit layers compute in, by default the library's.
+    """
+    from transformers import BitsAndBytesConfig
+
+    settings = QuantKind(kind).settings
+    if not settings:
+        return None
+    return BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=compute_dtype)
+
+
+def kind_of(settings: Mapping[str, Any]) -> QuantKind | None:
+    """Return the kind of bitsandbytes' quantization that settings describe.
+
+    ``None`` where they describe another library's, several parts of a model, or an unknown kind.
+    """
+    if not settings:
+        return QuantKind.NONE
+
+    if settings.get("load_in_8bit"):
+        return QuantKind.INT8
+
+    if not settings.get("load_in_4bit"):
+        return None
+
+    name = str(settings.get("bnb_4bit_quant_type") or "fp4")
+    if settings.get("bnb_4bit_use_double_quant"):
+        name += "-double"
+    known = {kind.value: kind for kind in QuantKind}
+    return known.get(name)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kbitwrap import doctor, merge_checkpoint
-from kbitwrap.bench.settings import quantization_config
 from kbitwrap.cli import main
+from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
 
-NF4 = quantization_config("nf4", torch.bfloat16)
+NF4 = bitsandbytes_config("nf4", torch.bfloat16)
 IT_IS_NOT = "it is not this base, dequantized"
 LAYER = "model.layers.1.self_attn.v_proj.weight"
 
@@ -39,7 +39,7 @@ def test_another_folder_is_not_this_base(name: str, served: Path, tmp_path: Path
     folder, settings = tmp_path / "served", NF4
     shutil.copytree(zoo.checkpoint("llama") if name == "the 16-bit base" else served, folder)
     if name == "another quantization":
-        settings = quantization_config("int8", None)
+        settings = bitsandbytes_config("int8", None)
     elif name == "one value":
         tensors = load_file(folder / "model.safetensors")
         tensors[LAYER][3, 5] += 0.25

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kbitwrap import QuantKind, doctor, merge_checkpoint
-from kbitwrap.bench.settings import quantization_config
 from kbitwrap.checkpoints import fitting
 from kbitwrap.checkpoints.adapters import read_adapter
 from kbitwrap.checkpoints.sides import read_merged
+from kbitwrap.model.quantization import bitsandbytes_config
 from support import training, zoo
 from support.thorough import few
 
@@ -51,7 +51,7 @@ def test_the_quantization_is_found_and_the_base_is_loaded_once(
 ) -> None:
     name, saved_in, lora = case
     base, adapter = make(name, tmp_path, saved_in, **lora)
-    config = quantization_config(kind, torch.bfloat16)
+    config = bitsandbytes_config(kind, torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=config, dtype=torch.bfloat16)
     loaded = []
     load = fitting.load_adapted
@@ -83,9 +83,9 @@ def test_a_checkpoint_that_fits_another_quantization_than_the_one_told_says_whic
     told: QuantKind, tmp_path: Path
 ) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16)
-    double = quantization_config("nf4-double", torch.bfloat16)
+    double = bitsandbytes_config("nf4-double", torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=double)
-    config = quantization_config(told, None) or False
+    config = bitsandbytes_config(told, None) or False
     report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=config)
     (found,) = report.findings
     assert found.what == f"it was merged onto the base's weights in nf4-double, not {TOLD[told]} as given"
@@ -101,14 +101,14 @@ def test_a_checkpoint_that_fits_another_quantization_than_the_one_told_says_whic
 def test_what_fits_no_quantization_is_measured_by_the_one_told(tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=False)
-    nf4 = quantization_config("nf4", None)
+    nf4 = bitsandbytes_config("nf4", None)
     report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=nf4)
     assert (report.merge.onto, report.findings) == ("original", ())
 
 
 def test_a_mixed_merge_is_measured_by_its_own_quantization_without_what_was_merged(tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16, target_modules=["q_proj", "down_proj"])
-    nf4 = quantization_config("nf4", torch.bfloat16)
+    nf4 = bitsandbytes_config("nf4", torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", merge_as="mixed", quantization_config=nf4)
     report = doctor(tmp_path / "merged", base=base, adapter=adapter)
     assert (report.merge.onto, report.findings) == ("trained", ())
@@ -122,7 +122,7 @@ def test_the_quantization_is_found_of_a_merge_of_another_adapter(tmp_path: Path)
             if "lora_" in name:
                 parameter.normal_(std=0.05)
     other.save_pretrained(tmp_path / "other")
-    double = quantization_config("nf4-double", torch.bfloat16)
+    double = bitsandbytes_config("nf4-double", torch.bfloat16)
     merge_checkpoint(base, tmp_path / "other", tmp_path / "merged", quantization_config=double)
     found = fitting.fitting_quantization(
         read_merged(tmp_path / "merged"), base, read_adapter(adapter), [torch.bfloat16]
@@ -134,7 +134,7 @@ def test_the_quantization_is_found_of_a_merge_of_another_adapter(tmp_path: Path)
 @pytest.mark.parametrize("value", [float("nan"), 0.0])
 def test_a_first_weight_that_tells_nothing_leaves_the_next_to_tell(value: float, tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16)
-    nf4 = quantization_config("nf4", torch.bfloat16)
+    nf4 = bitsandbytes_config("nf4", torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=nf4)
     (file,) = (tmp_path / "merged").glob("*.safetensors")
     tensors = load_file(file)
@@ -150,7 +150,7 @@ def test_a_first_weight_that_tells_nothing_leaves_the_next_to_tell(value: float,
 @pytest.mark.parametrize("own", [QuantKind.NF4, QuantKind.INT8])
 def test_a_quantized_merge_of_another_kind_than_the_one_told_says_which(own: QuantKind, tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16, lora_alpha=0.5)  # a small delta
-    config = quantization_config(own, torch.bfloat16)
+    config = bitsandbytes_config(own, torch.bfloat16)
     merge_checkpoint(base, adapter, tmp_path / "merged", merge_as="quantized", quantization_config=config)
     report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant="fp4")
     (found,) = report.findings

@@ -16,9 +16,9 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from kbitwrap import DoctorReport, doctor, merge_checkpoint
-from kbitwrap.bench.settings import quantization_config
 from kbitwrap.checkpoints.causes import Causes, is_right
 from kbitwrap.checkpoints.figures import Figures, compare
+from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
 from support.files import tensors_of
 from support.merges import Run, Tensors, change, copy_without_record, load, make_run, reload_and_merge
@@ -338,7 +338,7 @@ def test_a_merge_in_quantized_weights_that_was_dequantized_is_told(
     copy_without_record(run, tmp_path / "adapter")
     merged = PeftModel.from_pretrained(load(name, quant), tmp_path / "adapter").merge_and_unload().dequantize()
     merged.to(stored).save_pretrained(tmp_path / "merged")
-    settings = quantization_config(quant, torch.bfloat16)
+    settings = bitsandbytes_config(quant, torch.bfloat16)
     report = doctor(tmp_path / "merged", base=run.folder / "base", adapter=tmp_path / "adapter", quant=settings)
     causes = {finding.what for finding in report.findings}
     assert causes == {f"an adapter was merged into {'quantized' if quant == 'int8' else '4-bit'} weights"}
@@ -449,7 +449,7 @@ def test_a_merge_that_was_quantized_to_8_bits_is_right_with_scales_of_its_own(
     run = merges(name)
     copy_without_record(run, tmp_path / "adapter")
     model_class = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
-    int8 = quantization_config("int8", torch.bfloat16)
+    int8 = bitsandbytes_config("int8", torch.bfloat16)
     half = reload_and_merge(run, torch.bfloat16, tmp_path / "half")
     quantized = model_class.from_pretrained(half, quantization_config=int8, device_map={"": "cpu"})
     quantized.save_pretrained(tmp_path / "merged")

@@ -17,10 +17,10 @@ from transformers.quantizers import AutoHfQuantizer
 
 from kbitwrap import StepPredictor, StepTracker, build_plan, predict_step
 from kbitwrap.bench.memory import live_bytes
-from kbitwrap.bench.settings import quantization_config
 from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import Bars, table
+from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
 from support.thorough import every_other, few
 
@@ -240,7 +240,7 @@ def test_what_stands_beside_a_budget_is_that_of_the_longest_sequence_and_the_lar
     asked = ["--step", "--seq", "8", "--precision", "none"]
     found = run_json(capsys, model, *asked, "--budget", "128MiB")["steps"]["none"]
     sizes = [(1, found["longest_sequence"]), (found["largest_batch"], 8)]
-    nf4 = quantization_config("nf4", "bfloat16")
+    nf4 = bitsandbytes_config("nf4", "bfloat16")
     predict_at = StepPredictor(model, precision="none", quantization_config=nf4, dtype="bfloat16")
     most = max(predict_at(*size).unknown_bytes[1] for size in sizes)
     assert most > found["unknown_bytes"][1]
@@ -297,7 +297,7 @@ def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[st
         seq_len=8,
         kernels="cpu",
         lora=LoraConfig(r=2, target_modules="all-linear"),
-        quantization_config=quantization_config("nf4", "bfloat16"),
+        quantization_config=bitsandbytes_config("nf4", "bfloat16"),
     )
     assert found == json.loads(json.dumps(expected.to_dict()))
 

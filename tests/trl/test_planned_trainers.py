@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 import runs
 from kbitwrap import predict_step
-from kbitwrap.bench.settings import quantization_config
 from kbitwrap.cli import main
+from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
 from support.foreseen import DEPRECATED, Cell, figures
 from support.thorough import few
@@ -34,7 +34,7 @@ def test_a_trainer_by_name_has_its_own_defaults(kind: str, tmp_path: Path, capsy
         precision="none",
         kernels="cpu",
         lora=lora(kind),
-        quantization_config=quantization_config("nf4", "bfloat16"),
+        quantization_config=bitsandbytes_config("nf4", "bfloat16"),
         dtype="bfloat16",
     )
     assert (found["batch_size"], found["seq_len"]) == (8, 1024)
