@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import ConfigError, UnsupportedModelError
-from ..model.quantization import bitsandbytes_config
 from .console import Doing, InputError, first_line, quiet_libraries, say
 from .usage import DEFAULT_QUANT
 
@@ -131,6 +130,8 @@ def quantization_in_training(quant: str | None, dtype: str | None) -> Any:
     """
     if quant is None:
         return None
+    from ..model.quantization import bitsandbytes_config
+
     return bitsandbytes_config(quant, dtype) or False
 
 
@@ -243,6 +244,8 @@ def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantizati
     Raises:
         InputError: The model is quantized already, otherwise than asked for.
     """
+    from ..model.quantization import bitsandbytes_config
+
     own = own_quantization(model)
     if own is None:
         name = quant or DEFAULT_QUANT
