@@ -40,11 +40,12 @@ COLUMNS = {
     "oldest": "oldest",
     "torch-2.11": "torch 2.11",
     "newest": "newest",
+    "transformers-5.24": "transformers 5.24",
     "test-gptqmodel": "GPTQ, AWQ",
     "test-compressed": "AQLM, compressed-tensors",
 }
 TABLES = {
-    "versions": ("pinned", "oldest", "torch-2.11", "newest"),
+    "versions": ("pinned", "oldest", "torch-2.11", "newest", "transformers-5.24"),
     "quantizers": ("test-gptqmodel", "test-compressed"),
 }
 TESTED = "tested"

@@ -58,7 +58,7 @@ def two_adapters(model: nn.Module) -> nn.Module:
 
 
 def by_transformers(model: nn.Module) -> nn.Module:
-    model.add_adapter(zoo.lora_config("llama"))
+    zoo.adapt_by_transformers(model, zoo.lora_config("llama"))
     return model
 
 

@@ -213,7 +213,7 @@ def test_adapters_are_adopted_when_the_trainer_is_made(tmp_path: Path, inject: b
     prepared = KbitPreparedModel(zoo.load("llama"), precision="adapted").prepare()
     config = zoo.lora_config("llama", task_type="CAUSAL_LM", layers_to_transform=[1])
     if inject:
-        prepared.model.add_adapter(config)
+        zoo.adapt_by_transformers(prepared.model, config)
         model = prepared.model
     else:
         model = peft.get_peft_model(prepared.model, config)
@@ -232,7 +232,7 @@ def test_what_accelerate_sets_is_taken_back(tmp_path: Path, precision: str, inje
     untrained = Snapshot(base)
     prepared = KbitPreparedModel(base, precision=precision).prepare()
     if inject:
-        base.add_adapter(zoo.lora_config("llama"))
+        zoo.adapt_by_transformers(base, zoo.lora_config("llama"))
     model = base if inject else adapt(base)
     before = set(vars(model))
     trainer = trainer_for(model, tmp_path, callbacks=[KbitTrainerCallback(prepared)], bf16=bf16)

@@ -214,7 +214,7 @@ def test_two_adapters_are_adapters_active_or_not() -> None:
 def test_an_adapter_injected_without_a_peft_model_is_found() -> None:
     model = zoo.load("llama")
     loaded = {id(p) for p in model.parameters()}
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2))
+    zoo.adapt_by_transformers(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
     assert ModelTree(model).adapter_ids == {id(p) for p in model.parameters()} - loaded
 
 
