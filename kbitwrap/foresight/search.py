@@ -174,7 +174,8 @@ class Search:
             return None
         alike = self._alike(before)
         last = max(alike)
-        end = size if last < size else last
+        # a step may run other operations at such a number, or only beyond it
+        end = last if size < last else size + 1
         if size - last > 1 or any(before <= number < end for number in self._numbers):
             return None
         is_padded = {one % self._tile == 0 for one in alike}
