@@ -201,6 +201,10 @@ def test_one_expert_of_many_is_told(scale: float, cause: str) -> None:
     told, evidence = Causes([figures], (), lambda figures: found[0]).of(figures)
     assert told.startswith(cause)
     assert evidence == "in experts[77]"
+    found[77] = after[5]
+    told, evidence = Causes([measured()], (), lambda figures: found[0]).of(measured())
+    assert told == "two layers or experts were exchanged"
+    assert evidence == "it holds the values of experts[5]"
 
 
 def test_a_tensor_that_is_there_under_two_names_is_looked_at_twice(
