@@ -41,6 +41,12 @@ def repacking(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("support.settings").repack(monkeypatch)
 
 
+@pytest.fixture
+def not_repacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4-bit layers that are made from here on compute in eval mode as in training, to the bit, on every CPU."""
+    importlib.import_module("support.settings").repack(monkeypatch, False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_search_for_garbage_in_libraries() -> None:
     """Exclude what is loaded from garbage collection: trainers and meters collect often, and it takes 0.3 s."""

@@ -59,6 +59,13 @@ def adapt(model: transformers.PreTrainedModel) -> peft.PeftModel:
     return peft.get_peft_model(model, zoo.lora_config("llama"), autocast_adapter_dtype=False)
 
 
+def not_repacking(engine: str) -> transformers.PreTrainedModel:
+    """A model that computes in eval mode as in training, as all do while they are sharded."""
+    with pytest.MonkeyPatch.context() as patch:
+        settings.repack(patch, False)
+        return load(engine)
+
+
 def repacking(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """A model whose 4-bit layers ask to be repacked in eval mode, as on CPUs with AVX512-BF16."""
     for module in model.modules():
@@ -132,7 +139,7 @@ def lives_on(
 
 def live_on(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    models = [(precision, repacking(load(engine)), load(engine)) for precision in STORES_NOTHING]
+    models = [(precision, repacking(load(engine)), not_repacking(engine)) for precision in STORES_NOTHING]
     expected = saved(models[0][1], folder / f"saved-{rank}")
     with join():
         for precision, model, plain in models:
@@ -181,7 +188,7 @@ def fail_after_evaluating(live: nn.Module, plain: nn.Module, batch: dict[str, to
 
 
 def live_on_unpacked(rank: int, join: forks.Join, engine: str, folder: Path) -> None:
-    plain = load(engine)
+    plain = not_repacking(engine)
     expected = saved(plain, folder / f"saved-{rank}")
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         settings.repack(patch)

@@ -21,22 +21,21 @@ from torch import nn
 import kbitwrap
 from kbitwrap import ExportError, KbitPreparedModel, ManifestError, UnsupportedModelError
 from kbitwrap.cli import main
-from support import zoo
+from support import settings, zoo
 from support.demos import save_llama
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot, tensor_digest
 from support.thorough import each_once, every_other, few
 from support.training import adapt, step
 
-LAYOUTS = ("repacking", "plain")
+LAYOUTS = ("repacking", "not_repacking")
 IN_BFLOAT16 = "nf4 in bfloat16"
 QUANTS = ("nf4", "nf4-double", "fp4", IN_BFLOAT16)
 
 
 @pytest.fixture(params=LAYOUTS, autouse=True)
 def repacks(request: pytest.FixtureRequest) -> bool:
-    if request.param == "repacking":
-        request.getfixturevalue("repacking")
+    request.getfixturevalue(request.param)
     return request.param == "repacking"
 
 
@@ -286,7 +285,7 @@ def test_a_manifest_is_of_the_weights_as_loaded(quant: str, monkeypatch: pytest.
     assert not first.diff(second)
     assert not first.diff(third)
     first.check(model)
-    monkeypatch.undo()  # layers that do not repack
+    settings.repack(monkeypatch, False)
     first.check(load(quant))
 
 

@@ -102,6 +102,7 @@ def test_sampling_without_a_suspension_changes_what_follows() -> None:
     assert train_by_hand("full", True, generate_prepared)[0] != uninterrupted("full", True)[0]
 
 
+@pytest.mark.usefixtures("not_repacking")  # prepared layers never repack, and are to compute the same here
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_suspended_generation_is_that_of_the_restored_model(tmp_path: Path, precision: str) -> None:
     model = load_base()

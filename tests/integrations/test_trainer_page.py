@@ -65,6 +65,7 @@ as_on_a_machine_without_accelerator = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.usefixtures("not_repacking")  # the base has run when it is compared
 @as_on_a_machine_without_accelerator
 def test_block_that_trains_and_merges(page: Callable[[str], dict[str, Any]]) -> None:
     names = page("train_dataset=train_dataset).train()")
@@ -77,6 +78,7 @@ def test_block_that_trains_and_merges(page: Callable[[str], dict[str, Any]]) -> 
     assert (merged - adapted).norm() < (base - adapted).norm() / 20
 
 
+@pytest.mark.usefixtures("not_repacking")  # repacking gives weights other memory
 @as_on_a_machine_without_accelerator
 def test_block_with_a_callback(page: Callable[[str], dict[str, Any]]) -> None:
     names = page("class Sample")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -12,8 +13,6 @@ import transformers
 from bitsandbytes import functional
 from bitsandbytes.nn import modules
 
-from support import zoo
-
 torch.set_num_threads(1)
 # Searching for garbage as often as Python does takes a tenth of the tests' time; what asks for a search gets it.
 gc.set_threshold(5_000, 10, 10)
@@ -21,16 +20,16 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 # On a CPU with AVX512-BF16, bitsandbytes' 4-bit layers repack their weights when they run in eval mode, and compute in
-# bfloat16 from then on, without a backward and for some shapes alone. A test must hold on every CPU, so none repacks
-# but those that ask for it by the fixture `repacking`, and these do on every CPU.
-modules.has_avx512bf16 = lambda: False
+# bfloat16 from then on, without a backward and for some shapes alone. Tests hold on every CPU, those that need one of
+# the two by a fixture; with this variable, they run on such a CPU as on others.
+if os.environ.get("WITHOUT_AVX512BF16"):
+    modules.has_avx512bf16 = lambda: False
 
 
-def repack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have 4-bit layers that are made from here on repack their weights when they run in eval mode."""
-    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
-    monkeypatch.setattr(zoo, "_pristine", zoo._pristine.__wrapped__)  # layers that are kept do not repack
-    if not functional.has_avx512bf16():
+def repack(monkeypatch: pytest.MonkeyPatch, repacks: bool = True) -> None:
+    """Have 4-bit layers that are made from here on repack their weights when they run in eval mode, or not."""
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: repacks)
+    if repacks and not functional.has_avx512bf16():
         monkeypatch.setattr(functional, "gemv_4bit", _multiply_by_repacked)
 
 
