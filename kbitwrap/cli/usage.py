@@ -32,6 +32,10 @@ KINDS_OF_4_BITS = (
     "load_in_4bit=True alone makes fp4"
 )
 TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
+# Commands of earlier versions, and what takes their place.
+GONE = {
+    "bench": "its figures are measured in a checkout of the repository, by python docs/figures benchmarks"
+}
 _OTHER_WORDS = {"fp16": "float16", "bf16": "bfloat16"}
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 
@@ -300,6 +304,10 @@ class Group(_Helped, TyperGroup):  # type: ignore[misc]
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Find the command that was typed."""
         if not ctx.resilient_parsing and args[0] not in self.commands:
+            if args[0] in GONE:
+                raise typer.BadParameter(
+                    f"there is no command {args[0]!r} any more: {GONE[args[0]]}", ctx
+                )
             shown = [
                 name for name, command in self.commands.items() if not command.hidden
             ]
