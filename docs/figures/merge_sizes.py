@@ -10,15 +10,10 @@ from bitsandbytes.functional import QuantState, get_4bit_type
 from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
-BLOCK_SIZE = 64  # elements that share a scale
-MISTRAL = MistralConfig(  # Mistral-7B-v0.3
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=32768,
-)
+import drawn
+from drawn import BLOCK_SIZE
+
+MISTRAL = MistralConfig(**drawn.MISTRAL)
 ALL, QKV, NONE = r".*_proj", r".*\.[qkv]_proj", r"(?!)"
 
 

@@ -22,13 +22,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from kbitwrap.bench import loss as bench
-from kbitwrap.bench.settings import LossSettings
+import llamas
 from kbitwrap.model.quantization import bitsandbytes_config
 
 RANK = 8
 WARMUP_STEPS = 10
-LLAMA = LossSettings(hidden_size=192, pretraining_steps=600, batch_size=4)
+LLAMA = llamas.Settings(hidden_size=192, pretraining_steps=600, batch_size=4)
 NUM_TOKENS = 32  # of a function's name and arguments, and of a docstring
 NUM_PAIRS = 16  # in a batch of training
 NUM_HELD_OUT = 6  # batches, of 64 pairs each
@@ -133,21 +132,21 @@ class Llama(Subject):
     auto_class = transformers.AutoModelForCausalLM
     num_steps = 100
 
-    def __init__(self, settings: LossSettings = LLAMA, targets: Any = "all-linear") -> None:
+    def __init__(self, settings: llamas.Settings = LLAMA, targets: Any = "all-linear") -> None:
         self.settings = settings
         self.lora = {"target_modules": targets, "task_type": "CAUSAL_LM"}
-        self.text = bench.read_text(settings)
+        self.text = llamas.read_text(settings)
 
     def save_base(self, folder: Path) -> None:
-        bench.pretrain(self.text, self.settings, 0).bfloat16().save_pretrained(folder)
+        llamas.pretrain(self.text, self.settings, 0).bfloat16().save_pretrained(folder)
 
     def batch_loss(self, model: Any, generator: torch.Generator) -> Tensor:
         rows = torch.randint(len(self.text.training), (self.settings.batch_size,), generator=generator)
-        return bench.next_byte_loss(model, self.text.training[rows], is_autocast=True)[0]
+        return llamas.next_byte_loss(model, self.text.training[rows], is_autocast=True)[0]
 
     def predictions(self, model: Any) -> Tensor:
         with kernel_of_training(model.eval()):
-            _, logits = bench.next_byte_loss(model, self.text.held_out, is_autocast=False)
+            _, logits = llamas.next_byte_loss(model, self.text.held_out, is_autocast=False)
         return F.log_softmax(logits.detach().float(), -1).flatten(0, 1)
 
     @property

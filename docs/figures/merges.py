@@ -21,16 +21,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from peft import PeftModel
 from torch import Tensor
 from torch.nn import functional as F
 
+import style
 from kbitwrap import ExportError, KbitPreparedModel, doctor, merge_checkpoint
-from kbitwrap.bench.environment import environment
-from kbitwrap.bench.plot import STYLE
 from kbitwrap.cli.console import quiet_libraries
+from machine import environment
 from merge_sizes import ALL, MISTRAL, NONE, QKV, merged_bytes
 from merge_subjects import Llama, MiniLM, Subject
 from sections import DOCS, replace_section
@@ -219,7 +218,7 @@ def measure_all() -> dict[str, Any]:
             "Llama": pool.submit(quietly, measure, Llama, ["q_proj", "v_proj"]),
             "formats": pool.submit(quietly, measure_formats, Llama),
         }
-        return {"environment": environment("cpu"), **{name: part.result() for name, part in parts.items()}}
+        return {"environment": environment(), **{name: part.result() for name, part in parts.items()}}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def weights_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any]) -> None:
+def draw(result: dict[str, Any]) -> Figure:
     """Bars of what each merge keeps: of the delta, and of the gain in loss."""
     found = result["Llama"]
     adapter = [one for one in found["adapters"] if one["is_chosen"]][-1]
@@ -354,13 +353,12 @@ def draw(result: dict[str, Any]) -> None:
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    figure.savefig(PICTURE, metadata={"Date": None})
+    return figure
 
 
 def show(result: dict[str, Any]) -> None:
     """Draw the picture and write the parts of the pages."""
-    with rc_context(STYLE):
-        draw(result)
+    style.draw(draw, PICTURE, result)
     replace_section(MERGE_PAGE, "merges", choice_table(result))
     replace_section(MERGE_PAGE, "deltas", delta_table(result))
     replace_section(MERGE_PAGE, "formats", format_table(result))

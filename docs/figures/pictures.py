@@ -17,20 +17,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import style
+from drawn import MISTRAL, build_model
 from kbitwrap import KbitPreparedModel, Precision
-from kbitwrap.bench.environment import environment
-from kbitwrap.bench.models import build_model
-from kbitwrap.bench.plot import STYLE
-from kbitwrap.bench.settings import MISTRAL_7B, Shape
 from kbitwrap.cli.base_state import ASPECTS, BaseState
 from kbitwrap.cli.console import quiet_libraries
+from machine import environment
 from sections import DOCS
 
 FIGURES = DOCS / "benchmarks" / "preparing.json"
@@ -96,12 +94,11 @@ def thinned(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
     return kept
 
 
-def measure(shape: Shape) -> dict[str, Any]:
+def measure(shape: dict[str, Any]) -> dict[str, Any]:
     """Measure each way: the bytes over time, and what is left after a restore, or, with PEFT, an unload."""
     ways: dict[str, Any] = {}
-    device = torch.device("cpu")
     for way in WAYS:
-        model: Any = build_model(shape, device, compute_dtype=torch.bfloat16, seed=0).train()
+        model: Any = build_model(shape).train()
         base = BaseState.of(dict(model.named_modules()))
         if way == WAYS[0]:
             prepare(Precision.NONE, model).restore()  # what is set up once is not measured  # type: ignore[union-attr]
@@ -121,7 +118,7 @@ def measure(shape: Shape) -> dict[str, Any]:
         }
         del model, base, now, prepared, peft_model
         gc.collect()
-    return {"environment": environment("cpu"), "shape": vars(shape), "ways": ways}
+    return {"environment": environment(), "shape": shape, "ways": ways}
 
 
 def draw_bytes(ways: dict[str, Any]) -> Figure:
@@ -186,11 +183,6 @@ def draw_left(ways: dict[str, Any]) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Save a figure, the same bytes for the same figures."""
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
     """Measure, unless the figures are there, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -198,8 +190,7 @@ def main() -> None:
     if not parser.parse_args().is_measured:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # PEFT leaves it to torch which checkpointing there is
-            FIGURES.write_text(json.dumps(measure(MISTRAL_7B), indent=1) + "\n")
+            FIGURES.write_text(json.dumps(measure(MISTRAL), indent=1) + "\n")
     ways = json.loads(FIGURES.read_text())["ways"]
-    with matplotlib.rc_context(STYLE):
-        save(draw_bytes(ways), PICTURES / "preparing.svg")
-        save(draw_left(ways), PICTURES / "left.svg")
+    style.draw(draw_bytes, PICTURES / "preparing.svg", ways)
+    style.draw(draw_left, PICTURES / "left.svg", ways)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import fits
-from kbitwrap.bench.environment import environment
 from kbitwrap.cli.console import quiet_libraries
+from machine import environment
 from sections import DOCS, replace_section
 
 FIGURES = DOCS / "benchmarks" / "planning.json"
@@ -100,6 +100,6 @@ def main() -> None:
                 found[name] = measure(model, BUDGETS[name])
                 print(name, json.dumps(found[name]), flush=True)
     if set(found) == set(BUDGETS):
-        result = {"environment": environment("cpu"), "models": found}
+        result = {"environment": environment(), "models": found}
         FIGURES.write_text(json.dumps(result, indent=1) + "\n")
         replace_section(PAGE, "planning", table(found))

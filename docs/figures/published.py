@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import peft
 import torch
 import transformers
@@ -48,9 +47,9 @@ from transformers import (
     Qwen2Config,
 )
 
+import style
 import trl
 from kbitwrap import StepMemory, predict_step
-from kbitwrap.bench.plot import STYLE
 from kbitwrap.model.pretrained import meta_model
 from published_trl import LOSSES, arguments, loss_of
 from sections import DOCS, replace_section
@@ -411,8 +410,7 @@ TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Draw the picture and write the table."""
-    with matplotlib.rc_context(STYLE):
-        draw(rows).savefig(PICTURE, metadata={"Date": None})
+    style.draw(draw, PICTURE, rows)
     replace_section(PAGE, "published", table(rows))
 
 

@@ -29,3 +29,13 @@ def _split(page: Path, name: str) -> tuple[str, str, str]:
     if end < 0:
         raise SystemExit(f"{page}: the section {begin.strip()} has no {_END}")
     return source[:start], source[start:end], source[end:]
+
+
+def text_table(rows: list[list[str]]) -> str:
+    """Rows as text in columns, the first of them the headings."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * width for width in widths]
+    padded = [
+        [cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (rows[0], rule, *rows[1:])
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in padded)
