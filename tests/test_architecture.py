@@ -26,7 +26,7 @@ PACKAGE = Path(kbitwrap.__file__).parent
 # Each room, a folder or a file, imports only from rooms to its left; "" is the package's own `__init__`.
 ROOMS = (
     *("errors", "config", "reports", "tensors", "model", "edits", "preparation", "foresight", "export", "manifest"),
-    *("checkpoints", "prepared", "drop_in", "", "integrations", "bench", "cli", "__main__"),
+    *("checkpoints", "prepared", "drop_in", "", "integrations", "cli", "__main__"),
 )
 # Loaded only when asked for: the first three take seconds, and each may be absent where it is not used.
 LAZY = ("transformers", "peft", "bitsandbytes", "accelerate", "deepspeed", "safetensors")
@@ -87,7 +87,7 @@ def test_a_room_imports_only_from_rooms_to_its_left(room: str) -> None:
 
 
 def package_names() -> set[tuple[str, str]]:
-    """The imports of `from kbitwrap import bench`: a room, and no name of the package."""
+    """The imports of `from kbitwrap import cli`: a room, and no name of the package."""
     return {("", room) for room in ROOMS}
 
 
@@ -111,7 +111,7 @@ def test_no_two_files_of_a_room_import_each_other_by_any_way() -> None:
 
 @pytest.mark.parametrize("path", sorted(p for p in PACKAGE.rglob("__init__.py") if p.parent != PACKAGE), ids=str)
 def test_a_folders_init_is_a_docstring(path: Path) -> None:
-    if room_of(path) in ("cli", "integrations", "bench"):  # their public names are theirs
+    if room_of(path) in ("cli", "integrations"):  # their public names are theirs
         return
     assert [type(node) for node in source(path).body] == [ast.Expr]
 
@@ -158,7 +158,7 @@ def test_errors_import_nothing_of_the_package() -> None:
 
 def quantization_blind_files() -> list[Path]:
     """The files of the rooms that must hold for any quantization library."""
-    return [path for path in files() if room_of(path) not in ("integrations", "bench", "cli", "__main__")]
+    return [path for path in files() if room_of(path) not in ("integrations", "cli", "__main__")]
 
 
 @pytest.mark.parametrize("path", quantization_blind_files(), ids=lambda path: str(path.relative_to(PACKAGE)))

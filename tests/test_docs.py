@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 from collections import Counter
@@ -34,7 +35,7 @@ from support.trainers import dataset, prompt
 
 NEEDS = {
     "Needs the network": 6,
-    "Needs a GPU": 3,
+    "Needs a GPU": 2,
     "Needs HQQ": 1,
     "Needs minutes": 8,
     "Needs hours": 1,
@@ -256,17 +257,11 @@ def test_the_stories_are_true(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def commands(title: str) -> list[str]:
-    """The commands of kbitwrap in blocks of a title."""
-    found = [
-        block.text for path in pages.pages().values() for block in pages.blocks(path, "bash") if block.title == title
-    ]
-    return [line for text in found for line in text.splitlines() if line.startswith("kbitwrap ")]
-
-
-@pytest.mark.parametrize("command", [*commands("Needs minutes"), *commands("Needs a GPU")])
-def test_a_command_that_is_not_run_has_options_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*shlex.split(command)[1:], "--help"]) == 0
+def test_a_command_of_the_figures_that_a_page_names_exists() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in pages.pages().values()]
+    named = {name for text in texts for name in re.findall(r"python docs/figures ([a-z_]+)", text)}
+    assert len(named) > 10
+    assert named <= runpy.run_path(str(pages.DOCS / "figures"))["WRITES"].keys()
 
 
 def test_the_header_of_the_site_and_the_citation_name_the_version(monkeypatch: pytest.MonkeyPatch) -> None:

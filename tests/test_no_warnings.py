@@ -64,7 +64,6 @@ COMMANDS = [
     "doctor half --base base --adapter run",
     "doctor run",
     "convert --from base --out converted --dtype float16",
-    "bench --help",
 ]
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import bench, convert, demo, doctor, inspect, merge, plan, run, stamp
+from . import convert, demo, doctor, inspect, merge, plan, run, stamp
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 from .usage import Command, Group, UsageError, line
 
@@ -33,7 +33,7 @@ HELP = """Plan, prepare, merge and check fine-tunes of quantized models (QLoRA).
 
 'kbitwrap COMMAND --help' says more of each."""
 _COMPLETION = "_KBITWRAP_COMPLETE"  # by which a shell asks for words
-_COMMANDS = (demo, plan, inspect, doctor, merge, stamp, convert, bench, run)
+_COMMANDS = (demo, plan, inspect, doctor, merge, stamp, convert, run)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -26,11 +26,10 @@ from .. import (
     RestoreError,
     UnsupportedModelError,
 )
-from ..bench.memory import stored_bytes
 from .base_state import ASPECTS, BaseState
 from .console import InputError, Result, first_line
 from .demo_merges import IN_PLACE, Merge, Merges
-from .demo_sides import PEFT, Side, Subject, in_float32, measure
+from .demo_sides import PEFT, Side, Subject, in_float32, measure, stored_bytes
 from .loading import choose_device, put_back
 from .losses import evaluate, logits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torch import Tensor, nn
 
 from .. import KbitPreparedModel, RestoreError, StepTracker, predict_step
-from ..bench.memory import MemoryMeter, Timings
 from .base_state import BaseState
 from .console import InputError, Result, first_line
 from .loading import load_builtin, load_named, save_builtin, tokens_of
@@ -217,12 +217,12 @@ def measure(name: str, subject: Subject) -> Side:
     predicted_bytes = _predicted_bytes(name, model, subject)
     base = BaseState.of(dict(model.named_modules()))
     prepared = None if name == PEFT else KbitPreparedModel(model, precision=name)
-    timings = Timings()
-    with MemoryMeter(next(model.parameters()).device).timed(timings):
-        if prepared is None:
-            prepare_model_for_kbit_training(model)
-        else:
-            prepared.prepare()
+    started = time.perf_counter()
+    if prepared is None:
+        prepare_model_for_kbit_training(model)
+    else:
+        prepared.prepare()
+    seconds = time.perf_counter() - started
     added_bytes = base.again().parameter_bytes - base.parameter_bytes
     adapted = subject.adapt(model)
     if prepared is not None:
@@ -240,7 +240,7 @@ def measure(name: str, subject: Subject) -> Side:
         peak_bytes=peak_bytes,
         predicted_bytes=predicted_bytes,
         step_bytes=step_bytes,
-        seconds=timings.seconds[0],
+        seconds=seconds,
         loss=loss,
         gradients=gradients,
         left=_left_behind(base),
@@ -299,6 +299,16 @@ def _left_behind(base: BaseState) -> dict[str, int]:
 
     flags = count("requires_grad") + count("attributes")
     return {"dtypes": count("dtypes"), "hooks": count("hooks"), "flags": flags}
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Sum the memory that a model's state holds, a quantized weight's scales included, shared memory once."""
+    storages = {}
+    for value in model.state_dict().values():
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def in_float32(model: Any) -> nn.Module:

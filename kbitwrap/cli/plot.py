@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.settings import PLOT_SUFFIXES
 from .console import InputError, check_file
 
 if TYPE_CHECKING:
     from .. import StepMemory
 
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 _GIB = 2**30
 _LINE_COLOR = "#1f2328"
 _STYLE: dict[Any, Any] = {

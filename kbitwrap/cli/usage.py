@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ KINDS_OF_4_BITS = (
     "nf4 and fp4 are without double quantization, nf4-double and fp4-double with it; "
     "load_in_4bit=True alone makes fp4"
 )
-TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo and bench train
+TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo trains
 # Commands of earlier versions, and what takes their place.
 GONE = {
     "bench": "its figures are measured in a checkout of the repository, by python docs/figures benchmarks"
@@ -72,17 +71,6 @@ def integer(least: int, most: int | None = None) -> Parser:
         return value
 
     return parse
-
-
-def rate(text: str | float) -> float:
-    """Parse a positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise typer.BadParameter(f"expected a positive number, found {text!r}")
-    return value
 
 
 def num_bytes(text: str | int) -> int:

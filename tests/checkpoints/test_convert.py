@@ -472,20 +472,15 @@ def test_there_is_one_source_of_dtypes_and_it_names_half_ones(saved: Callable[..
 MEMORY = """
 import ctypes, sys
 from pathlib import Path
-import torch
 from kbitwrap import convert_checkpoint
-from kbitwrap.bench.memory import MemoryMeter
+from support.memory import resident_peak
 
 # What is freed goes back to the system: which pieces the C library keeps is not measured.
 M_MMAP_THRESHOLD = -3
 assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 folder = Path(sys.argv[1])
 convert_checkpoint(folder / "small", folder / "warm", dtype="bfloat16")
-meter = MemoryMeter(torch.device("cpu"))
-assert meter.method == "VmHWM, reset before"
-meter.start()
-convert_checkpoint(folder / "in", folder / "out", dtype="bfloat16")
-print(meter.peak())
+print(resident_peak(lambda: convert_checkpoint(folder / "in", folder / "out", dtype="bfloat16")))
 """
 
 

@@ -103,7 +103,7 @@ def test_no_line_of_a_command_is_longer_than_columns(
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
 @pytest.mark.parametrize(
-    "command", [[], *([name] for name in ("demo", "plan", "inspect", "merge", "convert", "bench", "run"))], ids=" ".join
+    "command", [[], *([name] for name in ("demo", "plan", "inspect", "merge", "convert", "run"))], ids=" ".join
 )
 def test_no_line_of_help_is_longer_than_columns(
     command: list[str], columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

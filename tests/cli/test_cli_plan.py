@@ -16,12 +16,12 @@ from transformers import TrainingArguments
 from transformers.quantizers import AutoHfQuantizer
 
 from kbitwrap import StepPredictor, StepTracker, build_plan, predict_step
-from kbitwrap.bench.memory import live_bytes
 from kbitwrap.cli import main, plan, plot, step
 from kbitwrap.cli.console import as_text
 from kbitwrap.cli.tables import Bars, table
 from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
+from support.memory import live_bytes
 from support.thorough import every_other, few
 
 
@@ -37,11 +37,11 @@ def test_pefts_row_is_what_its_function_does_to_the_byte(
     name: str, quant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = zoo.load(name, quant)
-    before = live_bytes(model, lambda _: True)
+    before = live_bytes(model)
     with StepTracker(model) as tracker:
         prepare_model_for_kbit_training(model)
     result = run_json(capsys, str(zoo.checkpoint(name)), "--quant", quant, "--precision", "norms")
-    assert result["peft"]["added_bytes"] == live_bytes(model, lambda _: True) - before
+    assert result["peft"]["added_bytes"] == live_bytes(model) - before
     assert result["peft"]["peak_bytes"] == tracker.peak_bytes - tracker.static_bytes
     assert result["peft"]["cache_bytes"] == result["plans"]["norms"]["cache_bytes"]
     assert list(result["plans"]) == list(result["fits"]) == ["norms"]

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from kbitwrap.cli import hub, main
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "plan", "inspect", "doctor", "merge", "convert", "export", "bench", "run")
+COMMANDS = ("demo", "plan", "inspect", "doctor", "merge", "convert", "export", "run")
 HELP = [["--help"], ["-h"], ["--version"], *([command, "--help"] for command in COMMANDS)]
 LONG = "x" * 256
 # What was typed, and what is said of it.
@@ -79,18 +79,8 @@ WRONG = {
     "convert --out b": "--from SRC is missing",
     "convert --from a --out .": "'.' exists and is not empty",
     "convert --from a --out b --like c --dtype float16": "expected at most one of --manifest, --like, --dtype",
-    "bench --step --loss": "found --step and --loss",
-    "bench --case half": "--case: expected one of peft, ",
-    "bench --tokens 8 many": "unexpected argument 'many'",
-    "bench --tokens many": "--tokens: expected an integer of at least 1, found 'many'",
-    "bench --learning-rate fast": "--learning-rate: expected a positive number",
-    "bench --hidden-size 100": "--hidden-size: expected a multiple of 256, found 100",
-    "bench --autocast": "--autocast applies to training steps only: add --step",
-    "bench --plot plot.txt": "--plot: expected a name that ends in .svg or .png or .pdf",
-    "bench --plot no/such/plot.svg": "the folder 'FOLDER/no/such' is not there",
-    "bench --output typed.txt": "--output: 'typed.txt' exists; choose another name, or add --overwrite",
-    "bench --output .": "--output: expected a file, found the folder '.'",
-    "bench --from absent.json": "--from: cannot read 'absent.json'",
+    "bench": "no command 'bench' any more: its figures are measured in a checkout of the repository, by python ",
+    "bench --step --help": "by python docs/figures benchmarks",
     "run": "kbitwrap run: error: SCRIPT is missing (a Python file)",
     "run --precision half s.py": "--precision: expected one of ",
     "run --precison full s.py": "no option '--precison'; did you mean '--precision'?",

@@ -12,10 +12,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from kbitwrap import KbitPreparedModel
-from kbitwrap.bench.settings import LossSettings
 from support import zoo
 
-TINY = LossSettings(hidden_size=64, num_layers=1, pretraining_steps=60, batch_size=4, length=32, num_held_out=16)
+TINY = {"hidden_size": 64, "num_layers": 1, "pretraining_steps": 60, "length": 32, "batch_size": 4, "num_held_out": 16}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_the_bytes_that_are_computed_are_those_of_the_files(
 
 @pytest.mark.thorough
 def test_a_merge_that_is_measured_is_the_adapter_model(merges: Any, figures: Any, tmp_path: Path) -> None:
-    subject = figures("merge_subjects").Llama(TINY)
+    subject = figures("merge_subjects").Llama(figures("llamas").Settings(**TINY))
     bench = merges.Bench(subject, tmp_path)
     figures_of_adapter = bench.train(merges.SHORT)
     assert figures_of_adapter["delta"] == pytest.approx(0.02, rel=0.05)

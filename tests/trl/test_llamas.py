@@ -1,7 +1,8 @@
-"""The loop of ``kbitwrap bench --loss`` trains as TRL's trainer does, with the same base, adapters and data."""
+"""The loop of docs/figures/llamas.py trains as TRL's trainer does, with the same base, adapters and data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,17 @@ from datasets import Dataset
 from torch.utils.data import SequentialSampler
 
 import runs
-from kbitwrap.bench import loss
-from kbitwrap.bench.settings import LossSettings
 from trl import SFTConfig, SFTTrainer
 
-SETTINGS = LossSettings(
-    repeats=1,
-    hidden_size=64,
-    num_layers=1,
-    pretraining_steps=40,
-    steps=8,
-    length=32,
-    learning_rate=1e-3,
-    num_held_out=4,
-)
+SETTINGS = {
+    "hidden_size": 64,
+    "num_layers": 1,
+    "pretraining_steps": 40,
+    "steps": 8,
+    "length": 32,
+    "learning_rate": 1e-3,
+    "num_held_out": 4,
+}
 
 pytestmark = [
     # TRL 1.16 sets the field by the name that transformers 5.23 deprecates, and calls two methods so.
@@ -49,26 +47,28 @@ def adapters(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
 
 
-def test_the_loop_trains_as_trls_trainer_does(tmp_path: Path) -> None:
-    text = loss.read_text(SETTINGS)
-    loss.pretrain(text, SETTINGS, seed=0).bfloat16().save_pretrained(tmp_path / "base")
+def test_the_loop_trains_as_trls_trainer_does(figures: Callable[[str], Any], tmp_path: Path) -> None:
+    llamas = figures("llamas")
+    settings = llamas.Settings(**SETTINGS)
+    text = llamas.read_text(settings)
+    llamas.pretrain(text, settings, seed=0).bfloat16().save_pretrained(tmp_path / "base")
     folder = str(tmp_path / "base")
-    exact = loss._adapt(loss._exact(folder, SETTINGS), SETTINGS)
-    run = loss.Run("none", SETTINGS, 0, folder, exact)
+    exact = llamas.adapt(llamas.load_exact(folder, settings.quant), settings)
+    run = llamas.Run("none", settings, 0, folder, exact)
     first = adapters(run.model)
     values = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
     found = run.train(text)
 
-    model = loss._adapt(loss._load(folder, SETTINGS), SETTINGS)
+    model = llamas.adapt(llamas.load(folder, settings.quant), settings)
     for name, value in values.items():
         model.get_parameter(name).data = value.clone()
     order = torch.randperm(len(text.training), generator=torch.Generator().manual_seed(0))
-    rows = text.training[order[: SETTINGS.steps * SETTINGS.batch_size]]
+    rows = text.training[order[: settings.steps * settings.batch_size]]
     arguments = SFTConfig(
         output_dir=str(tmp_path / "run"),
         use_cpu=True,
-        max_steps=SETTINGS.steps,
-        learning_rate=SETTINGS.learning_rate,
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
         max_length=None,
         report_to="none",
         save_strategy="no",
