@@ -242,9 +242,9 @@ class PrepareConfig:
             if isinstance(pattern, str):
                 try:
                     re.compile(pattern)
-                except re.error as error:
+                except (re.error, OverflowError, RecursionError) as error:
                     raise ConfigError(
-                        f"norm_modules: {pattern!r} is not a regular expression: {error}"
+                        f"norm_modules: {pattern!r:.80} is not a regular expression: {error}"
                     ) from error
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)

@@ -15,7 +15,6 @@ from torch import nn
 
 from ..model.tree import ModelTree, join
 from ..tensors.dtypes import dtype_name
-from .schema import AdapterRecord, ModelRecord, QuantizationRecord
 
 # Config keys that use, saving or another version of transformers changes, at any depth.
 # Those with a leading "_" are volatile too.
@@ -51,36 +50,47 @@ _VOLATILE_ADAPTER = (
 )
 
 
-def model_record(twin: nn.Module, dtype: str | None) -> ModelRecord:
-    """The record of a twin; ``dtype`` is that of its first plain parameter."""
+def model_record(twin: nn.Module, dtype: str | None) -> dict[str, Any]:
+    """Record a twin; ``dtype`` is that of its first plain parameter."""
     configs = dict(_outermost_configs(twin))
-    settled: dict[str, Any] = {}
-    quantizations: dict[str, Any] = {}
-    for fqn, found in configs.items():
-        settled[fqn] = _settled(_as_dict(found), _VOLATILE)
-        own = getattr(found, "quantization_config", None)
+    settled = {fqn: _settled(one, _VOLATILE) for fqn, one in configs.items()}
+    quantizations = {}
+    for fqn, config in configs.items():
+        own = getattr(config, "quantization_config", None)
         if own is not None:
-            quantizations[fqn] = _settled(_as_dict(own), _VOLATILE_QUANTIZATION)
+            quantizations[fqn] = _settled(own, _VOLATILE_QUANTIZATION)
 
-    text = json.dumps(settled.get("", settled), sort_keys=True)
-    quantization = QuantizationRecord(
-        method=ModelTree(twin).quantization.method,
-        config=quantizations.get("", quantizations),
-    )
-    return ModelRecord(
-        **{"class": type(twin).__name__},
-        name_or_path=str(getattr(configs.get(""), "_name_or_path", "")),
-        config_sha256=_sha256(text) if settled else None,
-        dtype=dtype,  # type: ignore[arg-type]
-        quantization=quantization,
-    )
+    sha256 = _sha256(settled.get("", settled), sort_keys=True) if settled else None
+    return {
+        "class": type(twin).__name__,
+        "name_or_path": str(getattr(configs.get(""), "_name_or_path", "")),
+        "config_sha256": sha256,
+        "dtype": dtype,
+        "quantization": {
+            "method": ModelTree(twin).quantization.method,
+            "config": quantizations.get("", quantizations),
+        },
+    }
+
+
+def adapter_record(config: Any, dtypes: set[str]) -> dict[str, Any]:
+    """Record an adapter: what its config has beside the defaults of its class.
+
+    Lists of names have no order.
+    """
+    given = {}
+    for key, value in _as_dict(config).items():
+        if value == getattr(type(config), key, {}):
+            continue
+        has_names = isinstance(value, list) and all(isinstance(v, str) for v in value)
+        given[key] = {*value} if has_names else value
+
+    sha256 = _sha256(_settled(given, _VOLATILE_ADAPTER))
+    return {"config_sha256": sha256, "dtypes": tuple(sorted(dtypes))}
 
 
 def _outermost_configs(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, Any]]:
-    """The config of a model, or those of the outermost models inside a container.
-
-    They come by the models' names.
-    """
+    """Yield the config of a model, or those of the outermost models in a container, by fqn."""
     config = vars(module).get("config")
     if config is not None:
         yield fqn, config
@@ -90,7 +100,7 @@ def _outermost_configs(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, 
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    """A config as plain values, if possible without its class's defaults.
+    """Return a config as a dict, if possible without its class's defaults.
 
     Versions of transformers add some of these.
     """
@@ -102,49 +112,33 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return vars(config) if hasattr(config, "__dict__") else {"": config}
 
 
-def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
-    """A config's values as JSON values, without volatile keys.
+def _settled(config: Any, volatile: tuple[str, ...]) -> Any:
+    """Return a config as JSON values without volatile keys, the same in every process."""
 
-    They are the same in every process.
-    """
-    if isinstance(value, Mapping):
-        items = {str(key): item for key, item in value.items()}
-        return {
-            key: _settled(items[key], volatile)
-            for key in sorted(items)
-            if not key.startswith("_") and key not in volatile
-        }
+    def settle(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            items = {str(key): item for key, item in value.items()}
+            return {
+                key: settle(items[key])
+                for key in sorted(items)
+                if not key.startswith("_") and key not in volatile
+            }
 
-    if isinstance(value, (set, frozenset, list, tuple)):
-        found = [_settled(item, volatile) for item in value]
+        if isinstance(value, (list, tuple)):
+            return [settle(item) for item in value]
+
         if isinstance(value, (set, frozenset)):
-            found.sort(key=json.dumps)
-        return found
+            return sorted([settle(item) for item in value], key=json.dumps)
 
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
+        if isinstance(value, torch.dtype):
+            return dtype_name(value)
 
-    value = getattr(value, "value", value)  # of an enumeration
-    if value is None or isinstance(value, (str, int, float)):
-        return value
+        value = getattr(value, "value", value)  # of an enumeration
+        is_plain = value is None or isinstance(value, (str, int, float))
+        return value if is_plain else type(value).__name__
 
-    return type(value).__name__
-
-
-def adapter_record(config: Any, dtypes: set[Any]) -> AdapterRecord:
-    """The record of an adapter.
-
-    Of its config it has what is no default of its class; lists of names have no order.
-    """
-    given = {}
-    for key, value in _as_dict(config).items():
-        if value == getattr(type(config), key, {}):
-            continue
-        has_names = isinstance(value, list) and all(isinstance(v, str) for v in value)
-        given[key] = {*value} if has_names else value
-    text = json.dumps(_settled(given, _VOLATILE_ADAPTER))
-    return AdapterRecord(config_sha256=_sha256(text), dtypes=tuple(sorted(dtypes)))
+    return settle(_as_dict(config))
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _sha256(value: Any, **options: Any) -> str:
+    return hashlib.sha256(json.dumps(value, **options).encode()).hexdigest()

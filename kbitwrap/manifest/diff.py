@@ -1,19 +1,15 @@
-"""Comparison of two manifests, or of a manifest and a model.
-
-What is compared of a tensor depends on what it is compared for: that a model is the
-recorded one, that training would go on the same, or everything.
-"""
+"""Comparison of two manifests, or of a manifest and a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..reports import Differences
 from .schema import TensorRecord
 
-Tensors = Mapping[str, TensorRecord]
-Pairs = dict[str, tuple[Any, Any]]
+Values = dict[str, dict[str, Any]]
+"""The values of tensors that are compared, by the tensors' names."""
 
 
 class ManifestDiff(Differences):
@@ -31,21 +27,19 @@ class ManifestDiff(Differences):
 
 
 def compare(
-    first: Tensors,
-    second: Tensors,
-    read: Callable[[TensorRecord], dict[str, Any]],
     header: Mapping[str, Any],
     other_header: Mapping[str, Any],
+    tensors: Values,
+    other_tensors: Values,
     ignored: Collection[str] = (),
 ) -> ManifestDiff:
-    """Compare two sets of tensors, and two headers of nested values.
+    """Compare what is expected with what was found.
 
     Args:
-        first: The expected tensors, by name.
-        second: Those that were found.
-        read: Gives the values of each tensor that are compared.
         header: The values expected of the whole, nested.
         other_header: Those that were found.
+        tensors: The values expected of each tensor.
+        other_tensors: Those that were found.
         ignored: The names of tensors, and the dotted names of values of the whole, that
             may differ.
 
@@ -53,47 +47,28 @@ def compare(
         The differences.
     """
     whole = _unequal(_flat(header), _flat(other_header))
-    for name in ignored:
-        whole.pop(name, None)
-
-    different = {"": whole} if whole else {}
-    ties, other_ties = _tied(first), _tied(second)
-    for fqn in first:
-        if fqn not in second or fqn in ignored:
-            continue
-        one = {**read(first[fqn]), "tied": ties.get(fqn, ())}
-        other = {**read(second[fqn]), "tied": other_ties.get(fqn, ())}
-        unequal = _unequal(one, other)
-        if unequal:
-            different[fqn] = unequal
+    different = {"": {name: whole[name] for name in whole if name not in ignored}}
+    for fqn, values in tensors.items():
+        if fqn in other_tensors and fqn not in ignored:
+            different[fqn] = _unequal(values, other_tensors[fqn])
 
     return ManifestDiff(
-        different,
-        missing=tuple(fqn for fqn in first if fqn not in second),
-        unexpected=tuple(fqn for fqn in second if fqn not in first),
+        {fqn: pairs for fqn, pairs in different.items() if pairs},
+        missing=tuple(fqn for fqn in tensors if fqn not in other_tensors),
+        unexpected=tuple(fqn for fqn in other_tensors if fqn not in tensors),
     )
 
 
-def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> Pairs:
-    """The values that differ, by their names; one that is not there is ``None``."""
+def _unequal(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ, by their names; ``None`` is not there."""
     pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _tied(tensors: Tensors) -> dict[str, tuple[str, ...]]:
-    """For each tied tensor, the names of its group."""
-    groups: dict[int, list[str]] = {}
-    for fqn, record in tensors.items():
-        if record.tie_group is not None:
-            groups.setdefault(record.tie_group, []).append(fqn)
-    return {fqn: tuple(sorted(names)) for names in groups.values() for fqn in names}
-
-
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one with dotted keys.
-
-    So a difference of the whole is named as ``"config.precision"``.
-    """
+    """Flatten nested mappings into one with dotted keys, such as ``"config.precision"``."""
     found: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -103,31 +78,42 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def all_values(tensor: TensorRecord) -> dict[str, Any]:
-    """All values of a tensor, but the number of its group, which says nothing."""
-    values = dict(vars(tensor))
-    del values["tie_group"]
-    return values
+def all_values(
+    tensors: Mapping[str, TensorRecord], left_out: Collection[str] = ()
+) -> Values:
+    """Return all values of tensors, but those left out.
 
-
-def as_loaded(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor to compare with a live model's.
-
-    What a preparation left of it is none of them.
+    The names of tied tensors, as ``"tied"``, stand for the number of their group, which
+    says nothing.
     """
-    names = ("type", "shape", "original_dtype", "digest")
-    return {name: getattr(tensor, name) for name in names}
+    groups: dict[int | None, list[str]] = {}
+    for fqn, tensor in sorted(tensors.items()):
+        groups.setdefault(tensor.tie_group, []).append(fqn)
+    groups[None] = []
+
+    found = {}
+    for fqn, tensor in tensors.items():
+        values = {**vars(tensor), "tied": tuple(groups[tensor.tie_group])}
+        for name in ("tie_group", *left_out):
+            del values[name]
+        found[fqn] = values
+
+    return found
 
 
-def for_training(tensor: TensorRecord) -> dict[str, Any]:
-    """The values of a tensor that training depends on.
+def values_as_loaded(tensors: Mapping[str, TensorRecord]) -> Values:
+    """Return the values to compare with a live model's: none of what a preparation left."""
+    return all_values(
+        tensors, ("requires_grad", "prepared_dtype", "prepared_requires_grad")
+    )
 
-    They are in the order in which an essence hashes them.
-    """
-    values = all_values(tensor)
-    del values["fqn"]
-    # it depends on whether the adapter or the preparation came first
-    del values["requires_grad"]
-    if tensor.prepared_requires_grad:
-        del values["digest"]  # training changes the content
-    return values
+
+def values_for_training(tensors: Mapping[str, TensorRecord]) -> Values:
+    """Return the values that training depends on, in the order in which an essence hashes them."""
+    # `requires_grad` depends on whether the adapter or the preparation came first
+    found = all_values(tensors, ("fqn", "requires_grad"))
+    for values in found.values():
+        if values["prepared_requires_grad"]:
+            del values["digest"]  # training changes the content
+
+    return found

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -23,22 +22,27 @@ from torch import nn
 from ..config import PrepareConfig, StrPath, format_bytes
 from ..errors import ManifestError, ManifestMismatchError, ManifestVersionError
 from ..export.staging import atomic_write, refuse_special
-from ..model.tree import ModelTree
 from ..preparation.preparation import Preparation
 from ..preparation.process import devices
 from ..reports import Report, first_of, shown
 from .contents import Contents, read_contents, versions
-from .diff import ManifestDiff, all_values, as_loaded, compare, for_training
+from .diff import (
+    ManifestDiff,
+    all_values,
+    compare,
+    values_as_loaded,
+    values_for_training,
+)
 from .schema import (
     AdapterRecord,
     ConfigRecord,
     Count,
     Kind,
+    ManifestPart,
     ModelRecord,
     MomentRecord,
     Name,
     PlanRecord,
-    Record,
     Row,
     TensorRecord,
     Text,
@@ -62,7 +66,7 @@ MAX_BYTES = 128 << 20
 _BEGINNING = 256  # bytes, in which a manifest names its format
 
 
-class Manifest(Report, Record):
+class Manifest(Report, ManifestPart):
     """The record of a preparation.
 
     It holds the model, the settings, and the digest of every tensor's original content.
@@ -136,12 +140,12 @@ class Manifest(Report, Record):
         if len(set(tied)) < len(tied):
             raise ValueError("a tensor is tied twice")
 
-        for first, *others in self.ties:
-            for other in others:
-                if first not in self.rows or self.rows[first] != self.rows.get(other):
-                    raise ValueError(
-                        f"{first} and {other} are tied, but their records differ"
-                    )
+        for names in self.ties:
+            rows = {self.rows.get(name) for name in names}
+            if None in rows or len(rows) > 1:
+                raise ValueError(
+                    f"{', '.join(names)} are tied, but their records differ"
+                )
 
         if self.version == 1:
             for prefix, part in (("", self), ("config.", self.config)):
@@ -188,20 +192,19 @@ class Manifest(Report, Record):
                 "model and prepare it once"
             )
 
-        plan = preparation.plan
+        plan, tree = preparation.plan, preparation.tree()
+        contents = read_contents(tree, preparation, progress=plan.config.progress)
+        for fqn in contents.trained:
+            raise ManifestError(
+                f"{fqn} was trained since the model was prepared, so that a "
+                "manifest made now would record the trained value as the "
+                "original; make the manifest before training",
+                fqn=fqn,
+            )
+        kinds: dict[Kind, int] = {}
+        ties: dict[int, list[str]] = {}
+        rows = {}
         with _refusing("cannot record this preparation"):
-            tree = preparation.tree()
-            contents = read_contents(tree, preparation, progress=plan.config.progress)
-            for fqn in contents.trained:
-                raise ManifestError(
-                    f"{fqn} was trained since the model was prepared, so that a "
-                    "manifest made now would record the trained value as the "
-                    "original; make the manifest before training",
-                    fqn=fqn,
-                )
-            kinds: dict[Kind, int] = {}
-            ties: dict[int, list[str]] = {}
-            rows = {}
             for fqn, tensor in contents.tensors.items():
                 kind = Kind.model_validate(tensor)
                 rows[fqn] = kinds.setdefault(kind, len(kinds)), tensor.digest
@@ -226,7 +229,7 @@ class Manifest(Report, Record):
             return cls.model_validate(data)._of_lowest_version()
 
     def made_afterwards(self, unknown: Sequence[str]) -> Manifest:
-        """This manifest as that of a run that nobody recorded.
+        """Return this manifest as that of a run that nobody recorded.
 
         Args:
             unknown: What it does not know, in a few words each.
@@ -235,7 +238,7 @@ class Manifest(Report, Record):
         return self.model_copy(update=fields)._of_lowest_version()
 
     def _of_lowest_version(self) -> Manifest:
-        """This manifest with the lowest version that can hold all of it."""
+        """Return this manifest with the lowest version that can hold all of it."""
         version = 1
         for part in (self, self.config):
             for name, default in part.new_fields().items():
@@ -244,9 +247,10 @@ class Manifest(Report, Record):
         return self.model_copy(update={"version": version})
 
     def prepare_config(self) -> PrepareConfig:
-        """The settings of the preparation, as a ``PrepareConfig``.
+        """Return the settings of the preparation, as a ``PrepareConfig``.
 
-        `ManifestError` is raised where they are not known.
+        Raises:
+            ManifestError: They are not known.
         """
         if self.unknown:
             raise ManifestError(
@@ -295,7 +299,7 @@ class Manifest(Report, Record):
             kbitwrap.errors.ManifestMismatchError: ... bias: digest: expected ..., found '...'...
         """
         tree, preparation = Preparation.tree_of(model)
-        contents = read_found(tree, preparation, progress=self.config.progress)
+        contents = read_contents(tree, preparation, progress=self.config.progress)
         self.refuse_other(contents, adapters=adapters)
 
     def refuse_other(
@@ -312,23 +316,29 @@ class Manifest(Report, Record):
             adapters: Whether to compare its adapters too.
             unknown: The names of tensors that may be others.
         """
-        current = contents.model
-        recorded_tensors = self.tensors
-        if contents.unread:
-            recorded_tensors = {
-                fqn: tensor
-                for fqn, tensor in self.tensors.items()
-                if not _is_of_layer(fqn, contents.unread)
-            }
-
+        ours: dict[str, Any] = {"model": self.model.model_dump(by_alias=True)}
+        theirs: dict[str, Any] = {"model": contents.model}
+        if adapters:
+            ours["adapters"] = {name: vars(one) for name, one in self.adapters.items()}
+            theirs["adapters"] = contents.adapters
+        read = {
+            fqn: tensor
+            for fqn, tensor in self.tensors.items()
+            if not _is_of_layer(fqn, contents.unread)
+        }
+        expected, found = values_as_loaded(read), values_as_loaded(contents.tensors)
         ignored = ["model.name_or_path", *unknown]
-        read = as_loaded
         if DTYPES_OF_4_BITS in self.unknown:
             ignored += _SETTINGS_OF_4_BITS
-            read = self._as_loaded_in_any_storage
+            # of these the digest is of the same bytes, in any storage
+            for fqn in expected.keys() & found.keys():
+                if f"{fqn}.quant_map" in self.rows:
+                    for values in (expected[fqn], found[fqn]):
+                        del values["shape"], values["original_dtype"]
+
         recorded = self.versions.get("transformers")
         installed = versions().get("transformers")
-        is_same = self.model.config_sha256 == current.config_sha256
+        is_same = self.model.config_sha256 == contents.model["config_sha256"]
         if recorded != installed and not is_same:
             ignored.append("model.config_sha256")
             warnings.warn(
@@ -339,24 +349,14 @@ class Manifest(Report, Record):
                 stacklevel=3,
             )
 
-        ours = _identity(self.model, self.adapters if adapters else {})
-        theirs = _identity(current, contents.adapters if adapters else {})
-
-        found = compare(recorded_tensors, contents.tensors, read, ours, theirs, ignored)
-        if found:
+        differences = compare(ours, theirs, expected, found, ignored)
+        if differences:
             raise ManifestMismatchError(
-                f"this {current.class_name} is not the model that was prepared: "
-                f"{found.summary()}. Load the one recorded: {self.model.class_name} "
-                f"from {self.model.name_or_path!r}",
-                **vars(found),
+                f"this {contents.model['class']} is not the model that was prepared: "
+                f"{differences.summary()}. Load the one recorded: "
+                f"{self.model.class_name} from {self.model.name_or_path!r}",
+                **vars(differences),
             )
-
-    def _as_loaded_in_any_storage(self, tensor: TensorRecord) -> dict[str, Any]:
-        """The values of a tensor to compare, where the storage of 4-bit weights is not known: a digest is of bytes."""
-        values = as_loaded(tensor)
-        if f"{tensor.fqn}.quant_map" in self.rows:
-            del values["shape"], values["original_dtype"]
-        return values
 
     def diff(self, other: Manifest) -> ManifestDiff:
         """Compare two manifests.
@@ -370,13 +370,16 @@ class Manifest(Report, Record):
             How it differs from this one.
         """
         return compare(
-            self.tensors, other.tensors, all_values, self._header(), other._header()
+            self._header(),
+            other._header(),
+            all_values(self.tensors),
+            all_values(other.tensors),
         )
 
     def _header(self) -> dict[str, Any]:
-        """All but the tensors, and what two manifests of one preparation differ in.
+        """Return all but the tensors, and what two manifests of one preparation differ in.
 
-        That is when and where they were made, their version and what memory was
+        They differ in when and where they were made, their version and what memory was
         measured.
         """
         where = ("version", "created", "world_size", "visible_devices", "accelerator")
@@ -385,7 +388,7 @@ class Manifest(Report, Record):
         return self.model_dump(mode="json", by_alias=True, exclude=exclude)
 
     def essence(self) -> dict[str, Any]:
-        """The parts that training depends on, as plain JSON.
+        """Return the parts that training depends on, as plain JSON.
 
         Preparations with the same essence train alike.
 
@@ -397,8 +400,9 @@ class Manifest(Report, Record):
             ``"transformers"``, its version.
         """
         digest = hashlib.sha256()
-        for fqn, tensor in sorted(self.tensors.items()):
-            digest.update(json.dumps([fqn, *for_training(tensor).values()]).encode())
+        for fqn, values in sorted(values_for_training(self.tensors).items()):
+            del values["tied"]
+            digest.update(json.dumps([fqn, *values.values()]).encode())
 
         exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}
         data = self.model_dump(
@@ -436,17 +440,13 @@ class Manifest(Report, Record):
         if expected.get("transformers") != found["transformers"]:
             ignored.append("model.config_sha256")
 
-        return compare(
-            (recorded or self).tensors,
-            self.tensors,
-            for_training,
-            expected,
-            found,
-            ignored,
-        )
+        tensors = recorded_tensors = values_for_training(self.tensors)
+        if recorded is not None:
+            recorded_tensors = values_for_training(recorded.tensors)
+        return compare(expected, found, recorded_tensors, tensors, ignored)
 
     def to_json(self) -> str:
-        """The manifest as JSON text, in ASCII: indented, one tensor a line."""
+        """Write the manifest as JSON text, in ASCII: indented, one tensor a line."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         parts = [f"  {json.dumps(key)}: {_text(key, data[key])}" for key in data]
         return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -529,30 +529,22 @@ class Manifest(Report, Record):
                 valid manifest.
             ManifestVersionError: It has a version that this kbitwrap does not read.
         """
-        folder = path
-        if os.path.isdir(folder):
-            path = os.path.join(folder, MANIFEST_NAME)
-
-        name = repr(os.fspath(path))
+        file = Path(path)
         try:
-            if path is not folder and not os.path.exists(path):
-                raise FileNotFoundError(f"the folder holds no {MANIFEST_NAME}")
-            refuse_special(path)
-            with open(path, "rb") as file:
-                text = file.read(MAX_BYTES + 1)
+            if file.is_dir():
+                file /= MANIFEST_NAME
+                if not file.exists():
+                    raise FileNotFoundError(f"the folder holds no {MANIFEST_NAME}")
+            refuse_special(file)
+            with open(file, "rb") as opened:
+                text = opened.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ManifestError(f"cannot read the manifest {name}: {reason}") from error
+            raise ManifestError(
+                f"cannot read the manifest {str(file)!r}: {reason}"
+            ) from error
 
-        return cls._read(text, name)
-
-
-def read_found(
-    tree: ModelTree, preparation: Preparation | None, **options: Any
-) -> Contents:
-    """Read the contents of a model that is to be compared, as `read_contents` does."""
-    with _refusing("this is not the model that was prepared", ManifestMismatchError):
-        return read_contents(tree, preparation, **options)
+        return cls._read(text, repr(str(file)))
 
 
 def _is_of_layer(fqn: str, layers: Collection[str]) -> bool:
@@ -566,35 +558,23 @@ def _is_of_layer(fqn: str, layers: Collection[str]) -> bool:
     return False
 
 
-def _identity(
-    model: ModelRecord, adapters: Mapping[str, AdapterRecord]
-) -> dict[str, Any]:
-    """The values of a model and its adapters that are compared, beside its tensors."""
-    return {
-        "model": model.model_dump(by_alias=True),
-        "adapters": {name: vars(one) for name, one in adapters.items()},
-    }
-
-
 def _text(key: str, value: Any) -> str:
-    """The JSON of one part of a manifest."""
+    """Write one part of a manifest as JSON, one tensor a line."""
+    if key not in ("tensors", "kinds", "ties"):
+        return json.dumps(value, indent=2).replace("\n", "\n  ")
+
     if key == "tensors":
+        opening, closing = "{}"
         rows = [f"{json.dumps(name)}: {json.dumps(value[name])}" for name in value]
-        return _lines("{", rows, "}")
-    if key in ("kinds", "ties"):
-        return _lines("[", [json.dumps(item) for item in value], "]")
-    return json.dumps(value, indent=2).replace("\n", "\n  ")
-
-
-def _lines(opening: str, items: list[str], closing: str) -> str:
-    body = ",\n    ".join(items)
-    return f"{opening}\n    {body}\n  {closing}" if body else opening + closing
+    else:
+        opening, closing = "[]"
+        rows = [json.dumps(item) for item in value]
+    body = ",\n    ".join(rows)
+    return f"{opening}\n    {body}\n  {closing}" if rows else opening + closing
 
 
 @contextlib.contextmanager
-def _refusing(
-    complaint: str, kind: type[ManifestError] = ManifestError
-) -> Iterator[None]:
+def _refusing(complaint: str) -> Iterator[None]:
     """Raise pydantic's refusals as a ``ManifestError``.
 
     It has the first few complaints, and the first one's tensor.
@@ -608,7 +588,7 @@ def _refusing(
             where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
             what = f"{entry['msg']}, found {shown(entry['input'])}"
             lines.append(f"{where or 'the whole'}: {what}")
-        refusal = kind(f"{complaint}: {first_of(lines, 3, '; ')}")
+        refusal = ManifestError(f"{complaint}: {first_of(lines, 3, '; ')}")
         place = found[0]["loc"]
         if len(place) > 1 and place[0] == "tensors":
             refusal.fqn = str(place[1])

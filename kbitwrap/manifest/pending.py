@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Collection
 
 from torch import nn
 
-from ..model.bitsandbytes_layers import is_pending, quantized_layer, when_quantized
+from ..model.bitsandbytes_layers import quantized_layer, when_quantized
 from ..model.tree import ModelTree, join
-from .contents import records_of_layer
-from .manifest import Manifest, read_found
-from .schema import TensorRecord
+from .contents import read_contents, records_of_layer
+from .manifest import Manifest
 
 
 class BaseCheck:
@@ -35,19 +33,19 @@ class BaseCheck:
     ) -> None:
         self._manifest = manifest
         self._unknown = unknown
-        self._contents = read_found(ModelTree(model), None, reads_pending=False)
-        manifest.refuse_other(self._contents, unknown=unknown)
-        self._found: dict[str, TensorRecord] = {}
+        contents = read_contents(ModelTree(model), None, reads_pending=False)
+        self._contents = contents
+        manifest.refuse_other(contents, unknown=unknown)
         self._awaited: dict[str, nn.Module] = {}
-        for path, module in model.named_modules():
-            if is_pending(module):
-                fqn = join(path, "weight")
-                self._awaited[fqn] = module
-                when_quantized(module, functools.partial(self._note, fqn))
+        for path in contents.unread:
+            layer = model.get_submodule(path)
+            fqn = join(path, "weight")
+            self._awaited[fqn] = layer
+            when_quantized(layer, functools.partial(self._note, fqn))
 
     def _note(self, fqn: str, layer: nn.Module) -> None:
         del self._awaited[fqn]
-        self._found |= records_of_layer(fqn, layer)
+        self._contents.tensors.update(records_of_layer(fqn, layer))
 
     def finish(self) -> None:
         """Compare the layers that are pending, those too that nobody has read.
@@ -55,15 +53,8 @@ class BaseCheck:
         Raises:
             ManifestMismatchError: They are not those that were recorded.
         """
-        if not self._contents.unread:
-            return
-
-        for module in [*self._awaited.values()]:
-            quantized_layer(module)
-
-        contents = dataclasses.replace(
-            self._contents,
-            tensors=self._contents.tensors | self._found,
-            unread=frozenset(),
-        )
-        self._manifest.refuse_other(contents, unknown=self._unknown)
+        if self._contents.unread:
+            for layer in [*self._awaited.values()]:
+                quantized_layer(layer)
+            contents = self._contents._replace(unread=frozenset())
+            self._manifest.refuse_other(contents, unknown=self._unknown)

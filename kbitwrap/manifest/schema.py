@@ -18,7 +18,6 @@ from pydantic import (
 )
 
 from ..config import PrepareConfig
-from ..errors import ConfigError
 from ..reports import shown
 
 MAX_COUNT = (1 << 63) - 1
@@ -36,7 +35,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 SignedCount = Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
 
 
-class Record(BaseModel):
+class ManifestPart(BaseModel):
     """The base of every part of a manifest.
 
     It is frozen, strict about types, and without unknown fields.
@@ -52,7 +51,7 @@ class Record(BaseModel):
 
     @classmethod
     def new_fields(cls) -> dict[str, Any]:
-        """The fields that version 1 of the manifest lacks, with their defaults."""
+        """Return the fields that version 1 of the manifest lacks, with their defaults."""
         return {
             name: field.default
             for name, field in cls.model_fields.items()
@@ -122,7 +121,7 @@ DType = Literal[
 ]  # fmt: skip
 
 
-class QuantizationRecord(Record):
+class QuantizationRecord(ManifestPart):
     """The quantization of the model.
 
     It is the method, such as ``"bitsandbytes_4bit"``, and the settings in its config.
@@ -132,7 +131,7 @@ class QuantizationRecord(Record):
     config: Settings
 
 
-class ModelRecord(Record):
+class ModelRecord(ManifestPart):
     """The model that was prepared.
 
     ``name_or_path`` is a note to the reader, never opened and not compared with a
@@ -148,7 +147,7 @@ class ModelRecord(Record):
     quantization: QuantizationRecord
 
 
-class AdapterRecord(Record):
+class AdapterRecord(ManifestPart):
     """An adapter on the base.
 
     The SHA-256 (hex) is of its config, without the values that saving and loading
@@ -160,7 +159,7 @@ class AdapterRecord(Record):
     dtypes: tuple[DType, ...] = Field(strict=False, max_length=64)
 
 
-class ConfigRecord(Record):
+class ConfigRecord(ManifestPart):
     """The fields of ``PrepareConfig``.
 
     A class among ``norm_modules`` is recorded by its name, and matches by name.
@@ -191,28 +190,20 @@ class ConfigRecord(Record):
     @classmethod
     def of(cls, config: PrepareConfig) -> ConfigRecord:
         """Record the settings."""
-        fields = dict(vars(config))
+        norms = [getattr(norm, "__name__", norm) for norm in config.norm_modules]
+        fields = {**vars(config), "norm_modules": norms}
         fields["precision"] = config.precision.value
-        fields["norm_modules"] = [
-            norm if isinstance(norm, str) else norm.__name__
-            for norm in config.norm_modules
-        ]
         return cls(**fields)
 
     def prepare_config(self) -> PrepareConfig:
-        """The settings as a ``PrepareConfig``.
+        """Return the settings as a ``PrepareConfig``.
 
         ``ConfigError`` is raised where one is invalid.
         """
-        try:
-            return PrepareConfig(**self.model_dump())
-        except (OverflowError, RecursionError) as error:
-            raise ConfigError(
-                f"norm_modules: not a regular expression that can be compiled: {error}"
-            ) from error
+        return PrepareConfig(**self.model_dump())
 
 
-class StateRecord(Record):
+class StateRecord(ManifestPart):
     """Hooks, flags and modes at one moment.
 
     Modules are named by their canonical names; ``""`` is the model itself.
@@ -229,7 +220,7 @@ class StateRecord(Record):
     num_training: Count
 
 
-class MemoryRecord(Record):
+class MemoryRecord(ManifestPart):
     """Memory at one moment, in bytes.
 
     It is that of the parameters' storages, each counted once, and what the allocator
@@ -242,14 +233,14 @@ class MemoryRecord(Record):
     reserved_bytes: Count | None
 
 
-class MomentRecord(Record):
+class MomentRecord(ManifestPart):
     """State and memory of a model at one moment."""
 
     state: StateRecord
     memory: MemoryRecord
 
 
-class RoleBytes(Record):
+class RoleBytes(ManifestPart):
     """A row of a plan's table.
 
     It is the number of parameters, their bytes as loaded, and the bytes added.
@@ -260,7 +251,7 @@ class RoleBytes(Record):
     added_bytes: SignedCount
 
 
-class PlanRecord(Record):
+class PlanRecord(ManifestPart):
     """The figures of a plan, in bytes. Names as in ``Plan``."""
 
     added_bytes: SignedCount
@@ -270,7 +261,7 @@ class PlanRecord(Record):
     by_role: dict[Text, RoleBytes]
 
 
-class Kind(Record):
+class Kind(ManifestPart):
     """The values that many tensors share.
 
     They are the shape, and the storage dtype and the flag, as loaded and while
