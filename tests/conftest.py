@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,18 @@ checkpoints()  # before other processes are started, so that they share it
 def pytest_configure(config: pytest.Config) -> None:
     """Import what the tests need, unless they run in other processes: it takes seconds."""
     is_run_elsewhere = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if not is_run_elsewhere:
+    if is_run_elsewhere:
+        signal.signal(signal.SIGINT, _exit)
+    else:
         capture = config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # what processes of a test print is captured as its own
         importlib.import_module("support.forks").start()
         capture.suspend_global_capture()
+
+
+def _exit(*_: object) -> None:
+    """Say in one line that the run was interrupted: where it was is a line of pytest's own."""
+    pytest.exit("interrupted")
 
 
 @pytest.fixture(scope="module")
