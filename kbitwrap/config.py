@@ -196,67 +196,66 @@ class PrepareConfig:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        values = ", ".join(repr(precision.value) for precision in Precision)
-        self._expect("precision", self.precision in list(Precision), f"one of {values}")
-        self._set("precision", Precision(self.precision))
-        for setting in dataclasses.fields(self):
-            if setting.type == "bool":
-                is_bool = isinstance(getattr(self, setting.name), bool)
-                self._expect(setting.name, is_bool, "True or False")
+        precisions = ", ".join(repr(precision.value) for precision in Precision)
         hooks = self.input_require_grads
-        self._expect(
-            "input_require_grads",
-            hooks is None or isinstance(hooks, bool),
-            "None, True or False",
-        )
-        self._expect("head", self.head in (None, "float32"), "None or 'float32'")
-        self._expect(
-            "adapter_dtype",
-            self.adapter_dtype in (None, "float32", "bfloat16"),
-            "None, 'float32' or 'bfloat16'",
-        )
         chunk = self.head_chunk_bytes
-        is_count = type(chunk) is int and chunk > 0  # no bool
-        self._expect(
-            "head_chunk_bytes",
-            chunk is None or is_count,
-            "None or a positive number of bytes",
-        )
         kwargs = self.gradient_checkpointing_kwargs
-        self._expect(
-            "gradient_checkpointing_kwargs",
-            isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs),
-            "a mapping of keyword arguments of torch.utils.checkpoint.checkpoint",
-        )
-        self._set("gradient_checkpointing_kwargs", dict(kwargs))
-        if isinstance(self.norm_modules, (type, str)):
-            self._set("norm_modules", (self.norm_modules,))
-        self._expect(
-            "norm_modules",
-            isinstance(self.norm_modules, (tuple, list))
-            and all(isinstance(m, (type, str)) for m in self.norm_modules),
-            "a tuple of classes or class-name patterns",
-        )
-        self._set("norm_modules", tuple(self.norm_modules))
-        for pattern in self.norm_modules:
-            if isinstance(pattern, str):
-                try:
-                    re.compile(pattern)
-                except (re.error, OverflowError, RecursionError) as error:
-                    raise ConfigError(
-                        f"norm_modules: {pattern!r:.80} is not a regular expression: {error}"
-                    ) from error
+        norms = self.norm_modules
+        if isinstance(norms, (type, str)):
+            norms = (norms,)
+
+        expected = {
+            "precision": (
+                self.precision in list(Precision),
+                f"one of {precisions}",
+            ),
+            "input_require_grads": (
+                hooks is None or isinstance(hooks, bool),
+                "None, True or False",
+            ),
+            "head": (self.head in (None, "float32"), "None or 'float32'"),
+            "adapter_dtype": (
+                self.adapter_dtype in (None, "float32", "bfloat16"),
+                "None, 'float32' or 'bfloat16'",
+            ),
+            "head_chunk_bytes": (
+                chunk is None or (type(chunk) is int and chunk > 0),  # no bool
+                "None or a positive number of bytes",
+            ),
+            "gradient_checkpointing_kwargs": (
+                isinstance(kwargs, Mapping)
+                and all(isinstance(key, str) for key in kwargs),
+                "a mapping of keyword arguments of torch.utils.checkpoint.checkpoint",
+            ),
+            "norm_modules": (
+                isinstance(norms, (tuple, list))
+                and all(isinstance(norm, (type, str)) for norm in norms),
+                "a tuple of classes or class-name patterns",
+            ),
+        }
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            is_valid, wanted = expected.get(setting.name, (True, ""))
+            if setting.type == "bool":
+                is_valid, wanted = isinstance(value, bool), "True or False"
+            if not is_valid:
+                raise ConfigError(f"{setting.name}: expected {wanted}, found {value!r}")
+
+        for pattern in norms:
+            if not isinstance(pattern, str):
+                continue
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ConfigError(
+                    f"norm_modules: {pattern!r:.80} is not a regular expression: {error}"
+                ) from error
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _expect(self, name: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            raise ConfigError(
-                f"{name}: expected {expected}, found {getattr(self, name)!r}"
-            )
+        object.__setattr__(self, "precision", Precision(self.precision))
+        object.__setattr__(self, "gradient_checkpointing_kwargs", dict(kwargs))
+        object.__setattr__(self, "norm_modules", tuple(norms))
 
     @property
     def _name_or_path(self) -> NoReturn:
@@ -285,12 +284,9 @@ class PrepareConfig:
                 "give single settings as keywords, such as precision='norms'"
             )
         names = [f.name for f in dataclasses.fields(cls)]
-        for name in fields:
-            if name in names:
-                continue
+        for name in [one for one in fields if one not in names]:
             hint = f"the fields are {', '.join(names)}"
-            close = difflib.get_close_matches(name, names, n=1)
-            if close:
-                hint = f"did you mean {close[0]!r}?"
+            for close in difflib.get_close_matches(name, names, n=1):
+                hint = f"did you mean {close!r}?"
             raise ConfigError(f"unknown field {name!r}; {hint}")
         return dataclasses.replace(config or cls(), **fields)

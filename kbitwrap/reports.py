@@ -26,7 +26,7 @@ _CELL = '<td style="text-align:left;vertical-align:top;overflow-wrap:anywhere;mi
 
 
 def caller_level() -> int:
-    """The ``stacklevel`` at which a warning names the line that called the library: one of the command line counts."""
+    """Return the ``stacklevel`` for a warning that names the line that called the library, be it the command line's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and _IN_LIBRARY.match(frame.f_globals["__name__"]):
         level, frame = level + 1, frame.f_back
@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first line of an error's message, with those after it that it announces by a colon; ``""`` without one."""
+    """Return the first line of an error's message, continued while it ends with a colon; ``""`` without one."""
     said = ""
     for line in str(error).splitlines():
         said = f"{said} {line.strip()}".strip()
@@ -61,19 +61,17 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def first_of(texts: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
-    """The first of many texts in one line, and how many more there are."""
+    """Write the first of many texts in one line, and how many more there are."""
     named = separator.join(texts[:limit])
     num_left = len(texts) - limit
     return f"{named} and {num_left:,} more" if num_left > 0 else named
 
 
 def few(texts: Sequence[str], limit: int = 12) -> list[str]:
-    """The first of many texts, and how many more there are."""
-    found = list(texts[:limit])
+    """Return the first of many texts, and how many more there are."""
     num_left = len(texts) - limit
-    if num_left > 0:
-        found.append(f"... and {num_left:,} more")
-    return found
+    left = [f"... and {num_left:,} more"] if num_left > 0 else []
+    return [*texts[:limit], *left]
 
 
 class Bar(NamedTuple):
@@ -93,13 +91,12 @@ class Bar(NamedTuple):
 def counted(
     found: Mapping[str, Sequence[str]], limit: int = 12, separator: str = ", "
 ) -> list[Bar]:
-    """A bar for each kind of what was found, as long as there are names; the first of them stand beside it."""
-    bars = []
-    for name, names in found.items():
-        if names:
-            text = separator.join(few(names, limit))
-            bars.append(Bar(name, (len(names),), text))
-    return bars
+    """Make a bar for each kind of what was found, as long as there are names; the first of them stand beside it."""
+    return [
+        Bar(name, (len(names),), separator.join(few(names, limit)))
+        for name, names in found.items()
+        if names
+    ]
 
 
 class Report:
@@ -108,7 +105,7 @@ class Report:
     _empty = ""  # the line of a report without bars
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON."""
         return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload, no-any-return]
 
     def _brief(self) -> str:
@@ -130,7 +127,7 @@ class Report:
         return f"{type(self).__name__}({brief})"
 
     def _repr_html_(self) -> str | None:
-        """The bars as HTML, which takes the colors of text and page from the notebook, be it light or dark."""
+        """Write the bars as HTML, which takes the colors of text and page from the notebook, be it light or dark."""
         bars = self._bars()
         if not bars:
             return None
@@ -138,17 +135,14 @@ class Report:
         longest = max(sum(bar.sizes) for bar in bars) or 1
         rows = ""
         for bar in bars:
-            parts = ""
+            cells = [html.escape(bar.name), "", html.escape(bar.text)]
             for size, color in zip(bar.sizes, _COLORS, strict=False):
-                parts += _BAR.format(_LONGEST_BAR * size / longest, color)
-            cells = [html.escape(bar.name), parts, html.escape(bar.text)]
+                cells[1] += _BAR.format(_LONGEST_BAR * size / longest, color)
             rows += f"<tr>{''.join(map(_CELL.format, cells))}</tr>"
 
-        title = html.escape(repr(self))
-        below = ""
-        for line in self._lines():
-            below += f"<div>{html.escape(line)}</div>"
-        return f"<div><b>{title}</b><table>{rows}</table>{below}</div>"
+        title, *below = [html.escape(line) for line in (repr(self), *self._lines())]
+        lines = "".join(f"<div>{line}</div>" for line in below)
+        return f"<div><b>{title}</b><table>{rows}</table>{lines}</div>"
 
 
 class LifecycleState(str, Enum):
@@ -210,9 +204,7 @@ class RestoreReport(Report):
         return "\n".join(["restored", *lines])
 
     def _bars(self) -> list[Bar]:
-        found = {}
-        for name, names in asdict(self).items():
-            found[name.replace("_", " ")] = names
+        found = {name.replace("_", " "): names for name, names in vars(self).items()}
         return counted(found)
 
 
@@ -232,7 +224,7 @@ class Differences(Report):
         return bool(self.different or self.missing or self.unexpected)
 
     def lines(self) -> list[str]:
-        """The differences as text, one line each."""
+        """Write the differences as text, one line each."""
         lines = []
         for fqn, rows in self.different.items():
             where = f"{fqn}: " if fqn else self._whole
@@ -245,7 +237,7 @@ class Differences(Report):
         return lines
 
     def summary(self, limit: int = 5) -> str:
-        """The differences as one line of text: the first ``limit`` of them, and the number of the others."""
+        """Write the differences as one line of text: the first ``limit`` of them, and the number of the others."""
         return first_of(self.lines(), limit, "; ")
 
     def __str__(self) -> str:
@@ -285,7 +277,7 @@ class StateDiff(Differences):
         return self.different
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
+        """Return the differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
         found: dict[str, Any] = {}
         for fqn, rows in self.different.items():
             found[fqn] = {what: [*map(str, pair)] for what, pair in rows.items()}
@@ -332,22 +324,18 @@ class ShardingReport(Report):
 
     def __str__(self) -> str:
         rows = [["precision", "trains", "restore, suspended", "export, manifest"]]
-        told: dict[str, list[str]] = {}  # the precisions of each note
+        noted: dict[str, list[str]] = {}  # the precisions of each note
         for name, outcome in self.outcomes.items():
-            row = [name]
-            for works in (outcome.trains, outcome.restores, outcome.exports):
-                row.append("yes" if works else "no")
-            rows.append(row)
+            works = (outcome.trains, outcome.restores, outcome.exports)
+            rows.append([name, *["yes" if one else "no" for one in works]])
             for note in outcome.notes:
-                told.setdefault(note, []).append(name)
+                noted.setdefault(note, []).append(name)
 
         said = f"engine {self.engine!r}"
         if self.param_dtype is not None:
             said += f", param_dtype {self.param_dtype}"
-        lines = [said, table(rows)]
-        for note, names in told.items():
-            lines.append(f"{', '.join(names)}: {note}")
-        return "\n".join(lines)
+        notes = [f"{', '.join(names)}: {note}" for note, names in noted.items()]
+        return "\n".join([said, table(rows), *notes])
 
 
 @dataclass(frozen=True)
@@ -411,6 +399,10 @@ class ExportReport(Report):
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"
 
     def __str__(self) -> str:
+        # codes are rounded at random
+        has_codes = any(tensor.bits <= 8 for tensor in self.tensors.values())
+        random = " (random: it cancels in a layer's sums)" if has_codes else ""
+        num_clipped = sum(tensor.num_clipped for tensor in self.tensors.values())
         parts = [
             f"{self.num_tensors} tensors",
             f"{self.num_bytes:,} bytes",
@@ -424,14 +416,7 @@ class ExportReport(Report):
             parts.append(f"{len(self.merged)} layers merged")
         if self.kept is not None:
             parts.append(f"{self.kept:.1%} of the delta kept")
-            parts.append(f"error {self.error:.1%} of its length{self._is_random}")
-        num_clipped = sum(tensor.num_clipped for tensor in self.tensors.values())
+            parts.append(f"error {self.error:.1%} of its length{random}")
         if num_clipped:
             parts.append(f"{num_clipped:,} weights beyond the range of their codes")
         return f"{self.path}: {', '.join(parts)}"
-
-    @property
-    def _is_random(self) -> str:
-        """The words for the error of codes, which were rounded at random."""
-        has_codes = any(tensor.bits <= 8 for tensor in self.tensors.values())
-        return " (random: it cancels in a layer's sums)" if has_codes else ""

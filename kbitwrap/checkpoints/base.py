@@ -27,7 +27,6 @@ from ..manifest.pending import BaseCheck
 from ..model.bitsandbytes_layers import is_pending
 from ..model.pretrained import (
     classes_of,
-    load_pending,
     load_pretrained,
     meta_model,
     read_config,
@@ -168,10 +167,11 @@ def load_base(
 
     options = class_name, trust_remote_code, num_labels
     is_pending = may_be_pending and torch.device(device).type == "cpu"
-    if is_pending and _is_read_as_it_is(source, config, settings, dtype):
-        model, missing = load_pending(source, settings, dtype, *options)
-    else:
-        model, missing = load_pretrained(source, settings, dtype, device, *options)
+    if is_pending:
+        is_pending = _is_read_as_it_is(source, config, settings, dtype)
+    model, missing = load_pretrained(
+        source, settings, dtype, device, *options, is_pending=is_pending
+    )
 
     is_quantized = getattr(config, "quantization_config", None) is not None
     unexpected = _unexpected_tensors(source, model)

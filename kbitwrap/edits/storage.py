@@ -24,8 +24,6 @@ from ..tensors.bits import (
     NanPayloads,
     content_digest,
     differ,
-    digest_and,
-    has_nan,
 )
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
@@ -131,8 +129,8 @@ class StorageChange(HeldOriginal):
         elif keep:
             self.kept = data.cpu()
         elif not data.is_meta:  # which has no bits
-            self._digest, holds_nan = digest_and(data, has_nan(data))
-            self._payloads = NanPayloads.find(data) if holds_nan else None
+            self._digest = content_digest(data)
+            self._payloads = NanPayloads.find(data)
 
         # what a suspension puts back, from `now` to `undo`
         self._ready: Found | None = None

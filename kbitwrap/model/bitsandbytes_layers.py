@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..tensors.codes import Codes, EvenCodes, TableCodes
 from ..tensors.lazy import LazyTensor
 from .quantization import is_quantized_parameter
+from .tree import shallow_copy
 from .wrappers import loaded_class
 
 STATISTICS = ("SCB", "quant_state")
@@ -53,11 +54,17 @@ Settle = Callable[[dict[str, Any]], None]
 """A function that makes the fields of copied statistics the recorded ones."""
 
 
-def is_pending(module: nn.Module) -> bool:
-    """Whether a bitsandbytes layer is not quantized yet.
+def _functional() -> Any:
+    """Return the functions of bitsandbytes, which is loaded where there is a layer of it."""
+    return sys.modules["bitsandbytes.functional"]
 
-    Its weight has the values that moving it to a device would quantize. Those who read it
-    read what that would give, so that a large model is never quantized as a whole.
+
+def is_pending(module: nn.Module) -> bool:
+    """Return whether a bitsandbytes layer is not quantized yet.
+
+    Its weight has the values that moving it to a device would quantize. Reading it
+    returns the quantized values, computed on demand, so that a large model is never
+    quantized as a whole.
     """
     weight = module._parameters.get("weight")
     if weight is None or not is_quantized_parameter(weight):
@@ -75,7 +82,7 @@ def is_pending(module: nn.Module) -> bool:
     return quant_state_of(module, weight) is None and weight.shape == shape
 
 
-def make_pending(module: nn.Module, values: torch.Tensor) -> None:
+def make_pending(module: nn.Module, values: Tensor) -> None:
     """Give a layer that transformers made for quantized weights what is to be quantized."""
     conv1d = loaded_class("transformers.pytorch_utils", "Conv1D")
     if issubclass(vars(module)["source_cls"], conv1d):
@@ -88,13 +95,19 @@ def make_pending(module: nn.Module, values: torch.Tensor) -> None:
 
 
 def quantized_layer(module: nn.Module) -> nn.Module:
-    """A bitsandbytes layer, quantized: a copy where it is pending, or its weight lazy.
+    """Return a bitsandbytes layer, quantized: a copy where it is pending, or its weight lazy.
 
     All copies of a pending one share a weight, as long as any of them is there.
     """
     pending: Any = module.get_parameter("weight")
     if isinstance(pending, LazyTensor):
-        return _with_weight(module, _computed(pending))
+        classes: Any = type(pending).__mro__
+        cls = next(one for one in classes if not issubclass(one, LazyTensor))
+        weight: Any = Tensor._make_subclass(cls, pending.compute())
+        for name in STATISTICS:
+            if name in vars(pending):
+                vars(weight)[name] = vars(pending)[name]
+        return _with_weight(module, weight)
 
     if not is_pending(module):
         return module
@@ -113,22 +126,10 @@ def quantized_layer(module: nn.Module) -> nn.Module:
 
 
 def _with_weight(module: nn.Module, weight: Any) -> nn.Module:
-    """A copy of a layer with another weight."""
-    layer = copy.copy(module)
-    layer.__dict__ = {**vars(module), "_parameters": {**module._parameters}}
+    """Copy a layer, with another weight."""
+    layer = shallow_copy(module)
     layer._parameters["weight"] = weight
     return layer
-
-
-def _computed(lazy: Any) -> torch.Tensor:
-    """The weight whose values a lazy one computes, with its class and statistics."""
-    classes: Any = type(lazy).__mro__
-    quantized_class = next(cls for cls in classes if not issubclass(cls, LazyTensor))
-    weight: torch.Tensor = torch.Tensor._make_subclass(quantized_class, lazy.compute())
-    for name in STATISTICS:
-        if name in vars(lazy):
-            vars(weight)[name] = vars(lazy)[name]
-    return weight
 
 
 def when_quantized(module: nn.Module, watcher: Callable[[nn.Module], None]) -> None:
@@ -140,30 +141,20 @@ def when_quantized(module: nn.Module, watcher: Callable[[nn.Module], None]) -> N
 
 
 def _quantized(pending: Any) -> Any:
-    """The weight that a pending one becomes when it is moved to its device."""
-    if type(pending).__name__ == "Int8Params":
-        return _to_8_bits(pending)
-    return _to_4_bits(pending)
-
-
-def _to_8_bits(pending: Any) -> Any:
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    values = pending.detach().as_subclass(torch.Tensor)
-    num_rows = max(_AT_ONCE // max(values.shape[1], 1), 1)
-    parts = [
-        functional.int8_vectorwise_quant(part.half()) for part in values.split(num_rows)
-    ]
-    codes = torch.cat([part[0] for part in parts])
-    scales = torch.cat([part[1] for part in parts])
-    return type(pending)(codes, requires_grad=False, CB=codes, SCB=scales)
-
-
-def _to_4_bits(pending: Any) -> Any:
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    flat = pending.detach().as_subclass(torch.Tensor).reshape(-1)
+    """Make the weight that a pending one becomes when it is moved to its device."""
+    values = pending.detach().as_subclass(Tensor)
     codes, scales = [], []
-    for part in flat.split(_AT_ONCE):
-        packed, state = functional.quantize_4bit(
+    if type(pending).__name__ == "Int8Params":
+        num_rows = max(_AT_ONCE // max(values.shape[1], 1), 1)
+        for rows in values.split(num_rows):
+            made, of_rows, _ = _functional().int8_vectorwise_quant(rows.half())
+            codes.append(made)
+            scales.append(of_rows)
+        data = torch.cat(codes)
+        return type(pending)(data, requires_grad=False, CB=data, SCB=torch.cat(scales))
+
+    for part in values.reshape(-1).split(_AT_ONCE):
+        packed, state = _functional().quantize_4bit(
             part,
             blocksize=pending.blocksize,
             quant_type=pending.quant_type,
@@ -177,7 +168,7 @@ def _to_4_bits(pending: Any) -> Any:
     if pending.compress_statistics:
         _compress(state)
 
-    weight = torch.Tensor._make_subclass(type(pending), torch.cat(codes))
+    weight = Tensor._make_subclass(type(pending), torch.cat(codes))
     fields = {**vars(pending), "quant_state": state, "bnb_quantized": True}
     fields.pop(_SHARED, None)
     vars(weight).update(fields)
@@ -186,74 +177,76 @@ def _to_4_bits(pending: Any) -> Any:
 
 def _compress(state: Any) -> None:
     """Quantize the statistics of a 4-bit weight, as bitsandbytes does."""
-    functional: Any = sys.modules["bitsandbytes.functional"]
     state.offset = state.absmax.mean()
-    state.absmax, state.state2 = functional.quantize_blockwise(
+    state.absmax, state.state2 = _functional().quantize_blockwise(
         state.absmax - state.offset, blocksize=256
     )
     state.nested = True
 
 
-def dequantizer(module: nn.Module) -> Callable[[Rows], torch.Tensor]:
-    """A function that computes rows of a bitsandbytes layer's weight, as it runs.
+def _stored(layer: nn.Module) -> tuple[Tensor, Any, Any]:
+    """Read what a quantized layer stores: its codes, their scales and the 4-bit statistics.
 
-    The weight has the shape ``(out_features, in_features)``.
+    The codes of 8 bits are a matrix, with a scale for each row (LLM.int8(), Dettmers et
+    al. 2022, section 2), those of 4 bits flat bytes, with a scale for each block. A
+    layer that was loaded with ``has_fp16_weights`` has values, and no scales.
     """
-    module = quantized_layer(module)
-    weight = unpacked_copy(module.get_parameter("weight"))
-    values = weight.detach().as_subclass(torch.Tensor)
+    weight = unpacked_copy(layer.get_parameter("weight"))
+    codes = weight.detach().as_subclass(Tensor)
     if weight.dtype == torch.int8:
-        scales = _scales_of_rows(module, weight)
-        return functools.partial(_rows_of_8_bits, weight, scales)
+        scales = getattr(weight, "SCB", None)
+        if scales is None:
+            scales = vars(layer)["state"].SCB
+        return codes, scales.to(weight.device), None
 
-    state = quant_state_of(module, weight)
-    if state is None:  # it was loaded with ``has_fp16_weights``
-        return values.__getitem__
+    state = quant_state_of(layer, weight)
+    if state is None:
+        return codes, None, None
 
-    return _FourBitRows(weight, state)
+    scales = state.absmax
+    if state.nested:
+        scales = _functional().dequantize_blockwise(scales, state.state2) + state.offset
+    return codes.view(torch.uint8).flatten(), scales, state
 
 
-def _rows_of_8_bits(
-    weight: torch.Tensor, scales: torch.Tensor, rows: Rows
-) -> torch.Tensor:
-    """Rows of an 8-bit weight.
+def dequantizer(module: nn.Module) -> Callable[[Rows], Tensor]:
+    """Make a function that computes rows of a bitsandbytes layer's weight, as it runs.
 
-    The scales are of rows: LLM.int8(), Dettmers et al. 2022, section 2.
+    The weight has the shape ``(out_features, in_features)``. What a pending layer was
+    quantized to is there as long as the function.
     """
-    codes = weight.detach().as_subclass(torch.Tensor)
-    return codes[rows].float().mul_(scales.view(-1, 1)[rows]).div_(127)
+    layer = quantized_layer(module)
+    return functools.partial(_dequantized, layer, *_stored(layer))
 
 
-class _FourBitRows:
-    """Computes rows of a 4-bit weight, and holds that as long as it is there."""
+def _dequantized(
+    _held: nn.Module, codes: Tensor, scales: Any, state: Any, rows: Rows
+) -> Tensor:
+    """Compute rows of the weight of a layer that stores these codes."""
+    if scales is None:
+        return codes[rows]
 
-    def __init__(self, weight: torch.Tensor, state: Any) -> None:
-        self._weight = weight
-        codes = weight.detach().as_subclass(torch.Tensor)
-        self._codes = codes.view(torch.uint8).reshape(-1, 1)
-        self._state = copy.copy(state)
-        self._state.absmax = _scales_of_blocks(state)
-        self._state.nested = False
+    if state is None:
+        return codes[rows].float().mul_(scales.view(-1, 1)[rows]).div_(127)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        functional: Any = sys.modules["bitsandbytes.functional"]
-        state = copy.copy(self._state)
-        num_rows, width = state.shape[0], math.prod(state.shape[1:])
-        if rows is ... or width % state.blocksize:
-            return functional.dequantize_4bit(self._codes, state)[rows]  # type: ignore[no-any-return]
+    state = copy.copy(state)
+    state.nested = False
+    state.absmax = scales
+    num_rows, width = state.shape[0], math.prod(state.shape[1:])
+    if rows is ... or width % state.blocksize:
+        whole: Tensor = _functional().dequantize_4bit(codes.view(-1, 1), state)
+        return whole[rows]
 
-        start, stop, _ = rows.indices(num_rows)
-        blocks = slice(
-            start * width // state.blocksize, stop * width // state.blocksize
-        )
-        state.absmax = state.absmax[blocks]
-        state.shape = torch.Size((stop - start, *state.shape[1:]))
-        codes = self._codes[start * width // 2 : stop * width // 2]
-        return functional.dequantize_4bit(codes, state)  # type: ignore[no-any-return]
+    start, stop, _ = rows.indices(num_rows)
+    blocks = slice(start * width // state.blocksize, stop * width // state.blocksize)
+    state.absmax = scales[blocks]
+    state.shape = torch.Size((stop - start, *state.shape[1:]))
+    part = codes[start * width // 2 : stop * width // 2].view(-1, 1)
+    return _functional().dequantize_4bit(part, state)  # type: ignore[no-any-return]
 
 
-def dequantized_dtype(module: nn.Module, weight: torch.Tensor) -> torch.dtype | None:
-    """The dtype of the values of a layer's weight, where it is quantized to 4 bits."""
+def dequantized_dtype(module: nn.Module, weight: Tensor) -> torch.dtype | None:
+    """Return the dtype of the values of a layer's weight, where it is quantized to 4 bits."""
     if type(weight).__name__ == "Params4bit" and is_pending(module):
         return weight.dtype
 
@@ -261,130 +254,99 @@ def dequantized_dtype(module: nn.Module, weight: torch.Tensor) -> torch.dtype | 
     return None if state is None else state.dtype
 
 
-def _scales_of_rows(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """The scales of an 8-bit weight's rows: LLM.int8(), Dettmers et al. 2022, section 2."""
-    scales = getattr(weight, "SCB", None)
-    scales = vars(module)["state"].SCB if scales is None else scales
-    return scales.to(weight.device)  # type: ignore[no-any-return]
-
-
-def _scales_of_blocks(state: Any) -> torch.Tensor:
-    """The scales of a 4-bit weight's blocks, which double quantization stores in 8 bits."""
-    scales: torch.Tensor = state.absmax
-    if not state.nested:
-        return scales
-
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    return functional.dequantize_blockwise(scales, state.state2) + state.offset  # type: ignore[no-any-return]
-
-
 def codes_of(module: nn.Module) -> Codes | None:
-    """The codes of a bitsandbytes layer's weight.
+    """Read the codes of a bitsandbytes layer's weight.
 
     ``None`` of a layer that was loaded with ``has_fp16_weights``.
     """
-    weight = unpacked_copy(module.get_parameter("weight"))
-    stored = weight.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
-    if weight.dtype == torch.int8:
-        scales = _scales_of_rows(module, weight)
-        return EvenCodes(stored, 1 / 127, scales.float(), weight.shape[1])
-
-    state = quant_state_of(module, weight)
-    if state is None:
+    codes, scales, state = _stored(module)
+    if scales is None:
         return None
+
+    if state is None:
+        stored = codes.view(torch.uint8).flatten()
+        return EvenCodes(stored, 1 / 127, scales.float(), codes.shape[1])
 
     values = state.code.float().clone()
     [zeros] = (values == 0).nonzero(as_tuple=True)
     values[zeros[1:]] = -_NEXT_TO_ZERO  # fp4 has a -0, which stays another code
-    return TableCodes(stored, values, _scales_of_blocks(state).float(), state.blocksize)
+    return TableCodes(codes, values, scales.float(), state.blocksize)
 
 
-def share_of_codes(module: nn.Module, values: torch.Tensor) -> float:
-    """The share of a bitsandbytes layer's codes that values are quantized to.
+def _quantize_as(state: Any, values: Tensor) -> tuple[Tensor, Any]:
+    """Quantize values as a layer with these 4-bit statistics was, or, with none, to 8 bits.
+
+    The scales are not quantized again.
+    """
+    if state is None:
+        codes, scales, _ = _functional().int8_vectorwise_quant(values.half())
+        return codes, scales
+
+    packed, own = _functional().quantize_4bit(
+        values.contiguous(), blocksize=state.blocksize, quant_type=state.quant_type
+    )
+    return packed, own
+
+
+def share_of_codes(module: nn.Module, values: Tensor) -> float:
+    """Return the share of a bitsandbytes layer's codes that values are quantized to.
 
     They are quantized as the layer was, and are all rows of the weight, or its first.
     Other values than those it was made of give few of its codes.
     """
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    module = quantized_layer(module)
-    weight = unpacked_copy(module.get_parameter("weight"))
-    codes = weight.detach().as_subclass(torch.Tensor)
-    if weight.dtype == torch.int8:
-        found, _, _ = functional.int8_vectorwise_quant(values.half())
-        return float((found == codes[: len(found)]).float().mean())
-
-    state = quant_state_of(module, weight)
-    if state is None:
+    codes, scales, state = _stored(quantized_layer(module))
+    if scales is None:
         return 0.0
 
-    packed, _ = functional.quantize_4bit(
-        values.to(state.dtype),
-        blocksize=state.blocksize,
-        quant_type=state.quant_type,
-        quant_storage=codes.dtype,
-    )
-    own = codes.view(torch.uint8).flatten()
-    made = packed.view(torch.uint8).flatten()
-    differing = own[: len(made)] ^ made
+    if state is None:
+        found, _ = _quantize_as(None, values)
+        return float((found == codes[: len(found)]).float().mean())
+
+    packed, _ = _quantize_as(state, values.to(state.dtype))
+    made = packed.flatten()
+    differing = codes[: len(made)] ^ made
     num_same = (differing & 0x0F == 0).sum() + (differing & 0xF0 == 0).sum()
     return float(num_same) / (2 * len(differing))
 
 
-def requantized(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
-    """Values after they are quantized as a bitsandbytes layer is, but for double quantization, and dequantized."""
-    functional: Any = sys.modules["bitsandbytes.functional"]
+def requantized(module: nn.Module, values: Tensor) -> Tensor:
+    """Quantize values as a bitsandbytes layer is, but for double quantization, and dequantize them."""
     state = quant_state_of(module, module.get_parameter("weight"))
+    codes, own = _quantize_as(state, values.float())
     if state is None:
-        codes, scales, _ = functional.int8_vectorwise_quant(values.half())
-        return codes.float() * scales.view(-1, 1) / 127  # type: ignore[no-any-return]
-
-    packed, own = functional.quantize_4bit(
-        values.float().contiguous(),
-        blocksize=state.blocksize,
-        quant_type=state.quant_type,
-    )
-    return functional.dequantize_4bit(packed, own)  # type: ignore[no-any-return]
+        return codes.float() * own.view(-1, 1) / 127  # type: ignore[no-any-return]
+    return _functional().dequantize_4bit(codes, own)  # type: ignore[no-any-return]
 
 
-def has_scales_of_values(
-    module: nn.Module, values: torch.Tensor, allowed: torch.Tensor
-) -> bool:
-    """Whether a bitsandbytes layer has the scales that its values give, block by block; one without any has.
+def has_scales_of_values(module: nn.Module, values: Tensor, allowed: Tensor) -> bool:
+    """Return whether a bitsandbytes layer has the scales that its values give, block by block.
 
-    ``allowed`` is how far each value may be off; double quantization adds half of the
-    distance between its codes, but for the mean of the scales.
+    A layer without scales has. ``allowed`` is how far each value may be off; double
+    quantization adds half of the distance between its codes, but for the mean of the
+    scales.
     """
-    module = quantized_layer(module)
-    weight = unpacked_copy(module.get_parameter("weight"))
-    state = quant_state_of(module, weight)
-    size = weight.shape[1] if state is None else state.blocksize
-
-    def largest(of_values: torch.Tensor) -> torch.Tensor:
-        padded = nn.functional.pad(
-            of_values.flatten().abs(), (0, -values.numel() % size)
-        )
-        return padded.view(-1, size).amax(1)
-
-    scales, most = largest(values), largest(allowed)
-    if state is None and weight.dtype != torch.int8:
+    codes, scales, state = _stored(quantized_layer(module))
+    if scales is None:
         return True
-    if state is None:
-        own = _scales_of_rows(module, weight).float()
-        return bool(((scales - own).abs() <= most).all())
 
-    own = _scales_of_blocks(state).float()
-    if state.nested:
-        if (scales.mean() - state.offset).abs() > most.mean():
+    size = codes.shape[1] if state is None else state.blocksize
+
+    def largest(of_values: Tensor) -> Tensor:
+        flat = of_values.flatten().abs()
+        return nn.functional.pad(flat, (0, -len(flat) % size)).view(-1, size).amax(1)
+
+    due, most = largest(values), largest(allowed)
+    if state is not None and state.nested:
+        if (due.mean() - state.offset).abs() > most.mean():
             return False
         outer = state.state2
         gaps = outer.code.diff()
-        widest = torch.maximum(
-            nn.functional.pad(gaps, (0, 1)), nn.functional.pad(gaps, (1, 0))
-        )
-        largest_off = outer.absmax.repeat_interleave(outer.blocksize)[: len(own)]
+        pad = nn.functional.pad
+        widest = torch.maximum(pad(gaps, (0, 1)), pad(gaps, (1, 0)))
+        largest_off = outer.absmax.repeat_interleave(outer.blocksize)[: len(scales)]
         most = most + widest[state.absmax.long()] / 2 * largest_off
 
-    return bool(((scales - own).abs() <= most).all())
+    return bool(((due - scales.float()).abs() <= most).all())
 
 
 @dataclass
@@ -412,7 +374,7 @@ class StateOwner:
         self.holder.__dict__ = others | fields
 
 
-def state_owners(module: nn.Module, weight: torch.Tensor) -> list[StateOwner]:
+def state_owners(module: nn.Module, weight: Tensor) -> list[StateOwner]:
     """The objects that hold the quantization state of a layer."""
     owners = [
         StateOwner("weight", weight, ("CB", *STATISTICS)),
@@ -422,7 +384,7 @@ def state_owners(module: nn.Module, weight: torch.Tensor) -> list[StateOwner]:
     return [owner for owner in owners if owner.holder is not None]
 
 
-def quant_state_of(module: nn.Module, weight: torch.Tensor) -> Any:
+def quant_state_of(module: nn.Module, weight: Tensor) -> Any:
     """The 4-bit statistics of a layer's weight, or ``None``.
 
     Sharding leaves them on the layer only.
@@ -449,19 +411,11 @@ def lacks_statistics(module: nn.Module) -> bool:
 
 
 def is_repacked(fields: Mapping[str, Any]) -> bool:
-    """Whether 4-bit statistics are those of a weight that its layer has repacked.
+    """Return whether 4-bit statistics are those of a weight that its layer has repacked.
 
     Layers do so for CPUs with AVX512-BF16.
     """
     return bool(fields.get("packing_format_for_cpu", False))
-
-
-def was_ever_repacked(quant_state: Any) -> bool:
-    """Whether a layer has ever repacked its 4-bit weight.
-
-    Its statistics stay rounded when it is unpacked.
-    """
-    return quant_state is not None and "packing_format_for_cpu" in vars(quant_state)
 
 
 def has_transposed_scales(module: nn.Module) -> bool:
@@ -479,18 +433,17 @@ def has_transposed_scales(module: nn.Module) -> bool:
     return bool(state.absmax.ndim > 1)
 
 
-def in_other_layout(weight: torch.Tensor, quant_state: Any) -> torch.Tensor:
-    """The bytes of a 4-bit weight in the other of its two layouts.
+def in_other_layout(weight: Tensor, quant_state: Any) -> Tensor:
+    """Return the bytes of a 4-bit weight in the other of its two layouts.
 
     It is a permutation of nibbles, hence exact.
     """
-    functional: Any = sys.modules["bitsandbytes.functional"]
     # bitsandbytes writes into the state that it is given
     state = copy.copy(quant_state)
     # and would compute statistics that nobody reads
     state.nested = state.original_nested = False
     inverse = "_inverse" if is_repacked(vars(state)) else ""
-    convert = getattr(functional, f"_convert_weight_packed_for_cpu{inverse}")
+    convert = getattr(_functional(), f"_convert_weight_packed_for_cpu{inverse}")
     return convert(weight.data, state)[0]  # type: ignore[no-any-return]
 
 
@@ -516,11 +469,12 @@ def unpack_statistics(state: Any) -> None:
 
 
 def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
-    """The 4-bit statistics of a weight that is not repacked.
+    """Return the 4-bit statistics of a weight that is not repacked.
 
-    They are those given, or a copy where its layer has repacked the weight.
+    They are those given, or a copy where its layer has ever repacked the weight: its
+    statistics stay rounded when it is unpacked.
     """
-    if not was_ever_repacked(quant_state):
+    if quant_state is None or "packing_format_for_cpu" not in vars(quant_state):
         return quant_state
 
     state = copy.copy(quant_state)
@@ -533,20 +487,20 @@ def unpacked_state(quant_state: Any, settle: Settle | None = None) -> Any:
     return state
 
 
-def unpacked_copy(weight: torch.Tensor, settle: Settle | None = None) -> torch.Tensor:
-    """A weight that is not repacked for the CPU.
+def unpacked_copy(weight: Tensor, settle: Settle | None = None) -> Tensor:
+    """Return a weight that is not repacked for the CPU.
 
     It is the one given, or a copy where its layer has ever repacked it.
     """
     quant_state = getattr(weight, "quant_state", None)
-    if not was_ever_repacked(quant_state):
+    unpacked = unpacked_state(quant_state, settle)
+    if unpacked is quant_state:
         return weight
 
     data = weight.data
     if is_repacked(vars(quant_state)):
         data = in_other_layout(weight, quant_state)
 
-    copied = torch.Tensor._make_subclass(type(weight), data)
-    vars(copied).update(vars(weight))
-    vars(copied)["quant_state"] = unpacked_state(quant_state, settle)
+    copied = Tensor._make_subclass(type(weight), data)
+    vars(copied).update(vars(weight), quant_state=unpacked)
     return copied

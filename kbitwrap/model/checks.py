@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -13,7 +13,13 @@ from ..errors import UnsupportedModelError
 from .bitsandbytes_layers import has_transposed_scales
 from .quantization import has_kernel_without_backward, is_rewritten
 from .tree import ModelTree, Node
-from .wrappers import is_d_tensor, is_flattened, is_sharded_tensor, loaded_class
+from .wrappers import (
+    is_d_tensor,
+    is_flattened,
+    is_partition,
+    is_sharded_tensor,
+    loaded_class,
+)
 
 _BEFORE = "no dtype of a sharded parameter can be changed safely; prepare the model before it is sharded"
 
@@ -29,6 +35,11 @@ def tree_of(model: Any) -> ModelTree:
             f"found {type(model).__name__}"
         )
     return ModelTree(model)
+
+
+def _refuse(place: str, reason: str) -> NoReturn:
+    """Raise for what is at a place of a model."""
+    raise UnsupportedModelError(f"{place or 'the model'} {reason}", fqn=place)
 
 
 def refuse_unsupported_tensors(
@@ -48,15 +59,15 @@ def refuse_unsupported_tensors(
     for tensor in tree.tensors:
         parameter = tensor.parameter
         if is_lazy(parameter):
-            raise UnsupportedModelError(
-                f"{tensor.path} is not initialized yet: run the model once, or load its weights, before it is prepared",
-                fqn=tensor.path,
+            _refuse(
+                tensor.path,
+                "is not initialized yet: run the model once, or load its weights, before it is prepared",
             )
         if parameter.layout is not torch.strided or parameter.is_nested:
             kind = "nested" if parameter.is_nested else f"of layout {parameter.layout}"
-            raise UnsupportedModelError(
-                f"{tensor.path} is {kind}: only dense parameters can be recorded and put back",
-                fqn=tensor.path,
+            _refuse(
+                tensor.path,
+                f"is {kind}: only dense parameters can be recorded and put back",
             )
         if parameter.is_meta and not allow_meta:
             remedy = "load its weights first; build_plan works on the meta device"
@@ -65,26 +76,28 @@ def refuse_unsupported_tensors(
                     "its values are offloaded by accelerate; load the model without offloading "
                     "(device_map={'': device})"
                 )
-            raise UnsupportedModelError(
-                f"{tensor.path} is on the meta device: {remedy}", fqn=tensor.path
-            )
+            _refuse(tensor.path, f"is on the meta device: {remedy}")
 
 
 def _refuse_sharded(tree: ModelTree, allow_sharded: bool = False) -> None:
     for tensor in tree.tensors:
-        sharding = _sharding_of(tensor.parameter)
-        if sharding and not (allow_sharded and is_sharded_tensor(tensor.parameter)):
-            raise UnsupportedModelError(
-                f"{tensor.path} is {sharding}: {_BEFORE}", fqn=tensor.path
-            )
+        parameter = tensor.parameter
+        sharding = ""
+        if is_d_tensor(type(parameter)):
+            sharding = "a DTensor (FSDP2 or tensor parallelism)"
+        elif vars(parameter).get("_is_flat_param", False):
+            sharding = "an FSDP1 flat parameter (use_orig_params=False)"
+        elif is_partition(parameter):
+            sharding = "a ZeRO-3 partition"
+        elif is_flattened(parameter):
+            sharding = "a shard of FSDP1"
+        if sharding and not (allow_sharded and is_sharded_tensor(parameter)):
+            _refuse(tensor.path, f"is {sharding}: {_BEFORE}")
 
     fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for node in tree.modules:
         if isinstance(node.module, fsdp1) and not allow_sharded:
-            raise UnsupportedModelError(
-                f"{node.path or 'the model'} is wrapped by FSDP1: {_BEFORE}",
-                fqn=node.path,
-            )
+            _refuse(node.path, f"is wrapped by FSDP1: {_BEFORE}")
 
     refuse_flat(tree)
 
@@ -111,10 +124,10 @@ def refuse_flat(tree: ModelTree) -> None:
     for node in tree.modules:
         # FSDP1 sets it on all that it wraps
         if vars(node.module).get("_fsdp_use_orig_params") is False:
-            raise UnsupportedModelError(
-                f"{node.path or 'the model'} is wrapped by FSDP1 with use_orig_params=False, which takes parameters "
-                "off their modules; wrap it with use_orig_params=True, or restore and export before sharding",
-                fqn=node.path,
+            _refuse(
+                node.path,
+                "is wrapped by FSDP1 with use_orig_params=False, which takes parameters off their modules; wrap it "
+                "with use_orig_params=True, or restore and export before sharding",
             )
 
 
@@ -132,20 +145,6 @@ def refuse_unreadable(
             f"expected loaded tensors, whole or sharded by FSDP after the preparation: {error}. {remedy}",
             fqn=error.fqn,
         ) from error
-
-
-def _sharding_of(parameter: torch.Tensor) -> str:
-    marks = parameter.__dict__
-    if is_d_tensor(type(parameter)):
-        return "a DTensor (FSDP2 or tensor parallelism)"
-
-    if marks.get("_is_flat_param", False):
-        return "an FSDP1 flat parameter (use_orig_params=False)"
-
-    if "ds_id" in marks:
-        return "a ZeRO-3 partition"
-
-    return "a shard of FSDP1" if is_flattened(parameter) else ""
 
 
 TRANSPOSED_SCALES = (
@@ -171,18 +170,17 @@ def refuse_without_backward(tree: ModelTree, nodes: Iterable[Node]) -> None:
     So it does for one of the nodes that computes by a kernel without a backward.
     """
     for tensor in tree.tensors:
-        if tensor.parameter.is_inference() and not is_rewritten(
-            tensor.module, tensor.name
-        ):
-            raise UnsupportedModelError(
-                f"{tensor.path} was made under torch.inference_mode(): no adapter can be trained on it, and its dtype "
-                "cannot be changed; load the model outside of inference mode",
-                fqn=tensor.path,
+        is_kept = not is_rewritten(tensor.module, tensor.name)
+        if tensor.parameter.is_inference() and is_kept:
+            _refuse(
+                tensor.path,
+                "was made under torch.inference_mode(): no adapter can be trained on it, and its dtype cannot be "
+                "changed; load the model outside of inference mode",
             )
     for node in nodes:
         if has_kernel_without_backward(node.module):
-            raise UnsupportedModelError(
-                f"{node.fqn} repacked its weight when it ran in eval mode, for a kernel that has no backward: adapters "
-                "would get wrong gradients; load the model again, and prepare it before it runs",
-                fqn=node.fqn,
+            _refuse(
+                node.fqn,
+                "repacked its weight when it ran in eval mode, for a kernel that has no backward: adapters would get "
+                "wrong gradients; load the model again, and prepare it before it runs",
             )

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,13 @@ def meta_model(
     # counts.
     text_config = config.get_text_config(decoder=True)
     of_files = config.dtype or text_config.dtype or torch.bfloat16
-    of_files = parse_dtype(of_files, is_floating=True)
-    chosen = of_files
+    chosen = of_files = parse_dtype(of_files, is_floating=True)
     if dtype is not None and dtype != "auto":
         chosen = parse_dtype(dtype, is_floating=True)
 
-    if chosen != of_files and _is_saved_by_bitsandbytes(config):
+    settings = _as_dict(getattr(config, "quantization_config", None))
+    is_quantized = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    if chosen != of_files and is_quantized:
         assumed.append(kept_dtype(of_files, chosen))
         chosen = of_files
 
@@ -103,13 +104,12 @@ def kept_dtype(of_files: torch.dtype, asked: torch.dtype) -> str:
     )
 
 
-def _is_saved_by_bitsandbytes(config: Any) -> bool:
-    """Whether the files of a model are quantized by bitsandbytes."""
-    settings: Any = getattr(config, "quantization_config", None) or {}
-    if hasattr(settings, "to_dict"):
-        settings = settings.to_dict()
-
-    return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
+def _as_dict(settings: Any) -> dict[str, Any]:
+    """Return the settings of a quantization as a dict; the config of a loaded model holds an object."""
+    found: dict[str, Any] = (
+        settings.to_dict() if hasattr(settings, "to_dict") else settings
+    )
+    return found or {}
 
 
 def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
@@ -144,17 +144,23 @@ def load_pretrained(
     class_name: str | None = None,
     trust_remote_code: bool = False,
     num_labels: int | None = None,
+    *,
+    is_pending: bool = False,
 ) -> tuple[Any, set[str]]:
     """Load a model on one device, of the class named or the config's.
 
-    The second result are the names of weights that its files lack.
+    The layers of bitsandbytes of one that ``is_pending`` are left pending. Such a model
+    is loaded on the CPU, and what is not converted to another dtype stays in the files,
+    which are mapped into memory.
+
+    Returns:
+        The model, and the names of the weights that its files lack.
     """
+    import transformers
+
     config = read_config(name_or_path, trust_remote_code)
     if class_name is not None:
         config.architectures = [class_name]
-
-    if os.path.isdir(name_or_path) and not trust_remote_code:
-        _refuse_larger(Path(name_or_path))
 
     options: dict[str, Any] = {
         "dtype": dtype or "auto",
@@ -162,16 +168,23 @@ def load_pretrained(
         "output_loading_info": True,
     }
     is_quantized = getattr(config, "quantization_config", None) is not None
-    if quantization_config and not is_quantized:
+    if quantization_config and not is_quantized and not is_pending:
         options["quantization_config"] = quantization_config
-
-    if trust_remote_code:
-        options["trust_remote_code"] = True
 
     if num_labels is not None:
         options["num_labels"] = num_labels
 
-    cls = _loading_class(config, trust_remote_code)
+    auto_classes: list[str] = []
+    if trust_remote_code:  # a repository may have code of its own for some
+        options["trust_remote_code"] = True
+        own = getattr(config, "auto_map", None) or ()
+        auto_classes += [name for name in _AUTO_CLASSES if name in own]
+    elif os.path.isdir(name_or_path):
+        _refuse_larger(Path(name_or_path), config)
+
+    cls = _model_class(config)
+    for name in auto_classes[:1]:
+        cls = getattr(transformers, name)
     try:
         model, info = cls.from_pretrained(name_or_path, **options)
     except Exception as error:  # of transformers, safetensors and quantizers
@@ -179,25 +192,13 @@ def load_pretrained(
             f"cannot load a model from {os.fspath(name_or_path)!r}: {_reason(error)}"
         ) from error
 
+    if is_pending:
+        _leave_pending(model, quantization_config)
     return model, {*info["missing_keys"]}
 
 
-def load_pending(
-    name_or_path: Any,
-    quantization_config: Any,
-    dtype: Any,
-    class_name: str | None = None,
-    trust_remote_code: bool = False,
-    num_labels: int | None = None,
-) -> tuple[Any, set[str]]:
-    """Load a model on the CPU as `load_pretrained` does, but for its layers of bitsandbytes: they are left pending.
-
-    What is not converted to another dtype stays in the files, which are mapped into
-    memory.
-    """
-    model, missing = load_pretrained(
-        name_or_path, None, dtype, "cpu", class_name, trust_remote_code, num_labels
-    )
+def _leave_pending(model: Any, quantization_config: Any) -> None:
+    """Replace the layers of a loaded model that are to be quantized, and leave them pending."""
     names = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
     )
@@ -217,16 +218,16 @@ def load_pending(
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     model.eval()
-    return model, missing
 
 
 def unexpected_names(
     model: Any, names: Iterable[str], *, is_quantized: bool
 ) -> list[str]:
-    """The names in a model's files that loading finds no place for, as its class does not build them.
+    """Return the names in a model's files that loading finds no place for, as its class does not build them.
 
     Those that the class says it ignores are among them; buffers that it computes, and
-    older releases saved, are not. Files that are quantized hold tensors of other names in the places of weights.
+    older releases saved, are not. Files that are quantized hold tensors of other names
+    in the places of weights.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -262,12 +263,12 @@ def unexpected_names(
 
 
 def last_two(name: str) -> str:
-    """The last two parts of a tensor's name."""
+    """Return the last two parts of a tensor's name."""
     return ".".join(name.split(".")[-2:])
 
 
 def _is_of_a_layer(model: nn.Module, name: str) -> bool:
-    """Whether a name leads into a module of the model that has tensors of its own."""
+    """Return whether a name leads into a module of the model that has tensors of its own."""
     module = model
     for part in name.split("."):
         child = module._modules.get(part)
@@ -282,7 +283,7 @@ def _is_of_a_layer(model: nn.Module, name: str) -> bool:
 def layers_to_quantize(
     model: Any, quantization_config: Any
 ) -> tuple[Any, dict[str, nn.Module]]:
-    """The quantizer of transformers, and the layers that it makes of a loaded model's, by their fqns.
+    """Return the quantizer of transformers, and the layers that it makes of a loaded model's, by their fqns.
 
     They are without weights, which `make_pending` gives them. A loaded model does not
     tell which they are: its weights are tied.
@@ -290,48 +291,25 @@ def layers_to_quantize(
     config = copy.deepcopy(model.config)
     quantizer = _quantizer(config, quantization_config)
     meta = _before_loading(type(model), config, quantizer, model.dtype)
-    layers = {}
-    for fqn, module in meta.named_modules():
-        if is_quantized_layer(module):
-            layers[fqn] = module
-
+    layers = {f: m for f, m in meta.named_modules() if is_quantized_layer(m)}
     return quantizer, layers
 
 
-def _loading_class(config: Any, trust_remote_code: bool) -> Any:
-    """The model's class, or an Auto class of transformers.
-
-    It is the latter where a repository has code of its own for it, which may run.
-    """
-    import transformers
-
-    own = getattr(config, "auto_map", None) or ()
-    for name in _AUTO_CLASSES:
-        if trust_remote_code and name in own:
-            return getattr(transformers, name)
-
-    return _model_class(config)
-
-
-def _refuse_larger(folder: Path) -> None:
+def _refuse_larger(folder: Path, config: Any) -> None:
     """Raise where a config describes far more than the files of its folder hold, or there are none.
 
     Loading would allocate it.
     """
-    sizes = [
-        path.stat().st_size
-        for path in folder.iterdir()
-        if path.suffix in (".safetensors", ".bin")
-    ]
-    if not sizes:
+    files = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
+    if not files:
         raise ConfigError(
             f"cannot load a model from {os.fspath(folder)!r}: there is no .safetensors or .bin file with weights in it"
         )
 
-    bare = read_config(folder)
+    num_bytes = sum(path.stat().st_size for path in files)
+    bare = read_config(config)
     bare.quantization_config = None
     num_elements = sum(parameter.numel() for parameter in meta_model(bare).parameters())
-    num_bytes = sum(sizes)
     if num_elements > 16 * num_bytes + (1 << 26):
         raise ConfigError(
             f"the config of {os.fspath(folder)!r} describes {num_elements:,} values, and its files hold {num_bytes:,} "
@@ -360,7 +338,7 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
 def _read(
     name_or_path: Any, trust_remote_code: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
-    """A config, and the content of its file; nothing of a config object."""
+    """Read a config, and the content of its file; a config object has none."""
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(name_or_path, PretrainedConfig):
@@ -391,26 +369,26 @@ def _read(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # of transformers, the JSON parser and the network
         reason = _reason(error)
-        if not trust_remote_code and _brings_code(content):
+        # a file may hold anything
+        own = content.get("auto_map") if isinstance(content, dict) else None
+        if not trust_remote_code and isinstance(own, dict) and "AutoConfig" in own:
             reason = "it brings code along, which runs only with trust_remote_code=True (--trust-remote-code)"
         raise ConfigError(f"cannot read a config from {name!r}: {reason}") from error
 
     return config, content
 
 
-def _brings_code(content: Any) -> bool:
-    """Whether a config's file, which may hold anything, names a class of the folder's own."""
-    classes = content.get("auto_map") if isinstance(content, dict) else None
-    return isinstance(classes, dict) and "AutoConfig" in classes
-
-
 def _model_class(config: Any) -> Any:
-    """The class that the config names, or that of the first Auto class that knows it."""
+    """Return the class that the config names, or that of the first Auto class that knows it."""
     import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    own = _class_of_its_own(config)
-    if own is not None:
-        return own
+    # Whoever read a config of a class of its folder's own let its code run.
+    if type(config).__module__.startswith(_CODE_OF_FOLDERS):
+        own = getattr(config, "auto_map", None) or {}
+        for name in _AUTO_CLASSES:
+            if name in own:
+                return get_class_from_dynamic_module(own[name], config.name_or_path)
 
     names = config.architectures
     # a file may hold anything
@@ -430,38 +408,16 @@ def _model_class(config: Any) -> Any:
     )
 
 
-def _class_of_its_own(config: Any) -> Any:
-    """The class that a folder's own code has for a config, or ``None``.
-
-    The config's class is of that code too: whoever read the config let it run.
-    """
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    if not type(config).__module__.startswith(_CODE_OF_FOLDERS):
-        return None
-
-    classes = getattr(config, "auto_map", None) or {}
-    for name in _AUTO_CLASSES:
-        if name in classes:
-            return get_class_from_dynamic_module(classes[name], config.name_or_path)
-
-    return None
-
-
 def classes_of(auto_class: str, config: Any) -> list[Any]:
-    """The classes that an Auto class knows for a config, the usual one first."""
+    """Return the classes that an Auto class knows for a config, the usual one first."""
     import transformers
 
-    mapping = getattr(transformers, auto_class)._model_mapping
-    if type(config) not in mapping:
-        return []
-
-    found = mapping[type(config)]
+    found = getattr(transformers, auto_class)._model_mapping.get(type(config), ())
     return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 def _quantizer(config: Any, quantization_config: Any) -> Any:
-    """The quantizer of transformers, or ``None``.
+    """Make the quantizer of transformers, or ``None``.
 
     Its environment is not validated, because nothing is computed.
     """
@@ -477,10 +433,10 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     configs = (config, config.get_text_config(decoder=True))
     found = [getattr(one, "quantization_config", None) for one in configs]
     own: Any = next((one for one in found if one is not None), None)
-    # The config of a loaded model holds an object.
-    as_dict = own if own is None or isinstance(own, dict) else own.to_dict()
     settings: Any = copy.deepcopy(quantization_config)
-    is_quantized = own is not None and AutoHfQuantizer.supports_quant_method(as_dict)
+    is_quantized = own is not None and AutoHfQuantizer.supports_quant_method(
+        _as_dict(own)
+    )
     if is_quantized:
         settings = AutoHfQuantizer.merge_quantization_configs(own, settings)
 
@@ -491,30 +447,6 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     return AutoHfQuantizer.from_config(settings, pre_quantized=is_quantized)
 
 
-def _dequantized_by(quantizer: Any, dtype: torch.dtype) -> list[str]:
-    """Say that the weights of a quantized file are dequantized.
-
-    Weights that could be trained only if they were dequantized are refused.
-    """
-    settings = quantizer.quantization_config
-    method = str(getattr(settings.quant_method, "value", settings.quant_method))
-    is_dequantized = getattr(settings, "dequantize", None)
-    if not quantizer.pre_quantized or is_dequantized is None:
-        return []
-
-    if is_dequantized:
-        told = f"are dequantized to {dtype_name(dtype)} when it is loaded"
-        return [f"the model's weights, quantized by {method}, {told}"]
-
-    if not quantizer.is_trainable:
-        raise ConfigError(
-            f"the model's weights are quantized by {method}, in which transformers trains nothing: plan for "
-            f"dequantized ones (quantization_config={type(settings).__name__}(dequantize=True))"
-        )
-
-    return []
-
-
 def _build(
     config: Any, quantization_config: Any, dtype: torch.dtype, assumed: list[str]
 ) -> nn.Module:
@@ -522,11 +454,23 @@ def _build(
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()  # as Auto classes take it
     quantizer = _quantizer(config, quantization_config)
-    dequantized: list[str] = []
+    is_dequantized = None
     if quantizer is not None:
         dtype = quantizer.update_dtype(dtype)
-        dequantized = _dequantized_by(quantizer, dtype)
-        assumed += dequantized
+        settings = quantizer.quantization_config
+        method = str(getattr(settings.quant_method, "value", settings.quant_method))
+        if quantizer.pre_quantized:
+            is_dequantized = getattr(settings, "dequantize", None)
+        if is_dequantized:
+            assumed.append(
+                f"the model's weights, quantized by {method}, are dequantized to "
+                f"{dtype_name(dtype)} when it is loaded"
+            )
+        elif is_dequantized is False and not quantizer.is_trainable:
+            raise ConfigError(
+                f"the model's weights are quantized by {method}, in which transformers trains nothing: plan for "
+                f"dequantized ones (quantization_config={type(settings).__name__}(dequantize=True))"
+            )
 
     model = _before_loading(model_class, config, quantizer, dtype)
     _keep_in_float32(model, dtype)
@@ -539,7 +483,7 @@ def _build(
 
     is_quantized = getattr(model, "quantization_method", None) is not None
     model.hf_quantizer = quantizer if is_quantized else None  # as a loaded model has it
-    if dequantized:
+    if is_dequantized:
         setattr(model, DEQUANTIZED_BY, quantizer)
     built: nn.Module = model.eval()
     return built
@@ -548,29 +492,16 @@ def _build(
 def _before_loading(
     model_class: Any, config: Any, quantizer: Any, dtype: torch.dtype
 ) -> Any:
-    """A model as ``from_pretrained`` has it before it loads weights.
+    """Build a model as ``from_pretrained`` has it before it loads weights.
 
-    Its layers are those of the quantizer, which chooses them before weights are tied.
+    Its layers are those of the quantizer, which chooses them before weights are tied. A
+    model of more modules than any has is refused meanwhile.
     """
+    from transformers.initialization import no_init_weights
+
     for part in (config, *[getattr(config, name) for name in config.sub_configs]):
         if part is not None:
             part.dtype = dtype
-
-    with _loading(model_class, dtype):
-        model = model_class(config)
-        if quantizer is not None:
-            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": _CPU})
-
-    return model
-
-
-@contextlib.contextmanager
-def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which ``from_pretrained`` builds.
-
-    A model of more modules than any has is refused meanwhile.
-    """
-    from transformers.initialization import no_init_weights
 
     values = {
         "dtype": dtype,
@@ -580,7 +511,7 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
     }
     # Which of these it takes depends on the version of transformers.
     names = inspect.signature(model_class.get_init_context).parameters
-    given = {name: values[name] for name in names}
+    contexts = model_class.get_init_context(**{name: values[name] for name in names})
     count = itertools.count()
 
     def refuse(*_: object) -> None:
@@ -591,9 +522,13 @@ def _loading(model_class: Any, dtype: torch.dtype) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_module_registration_hook(refuse).remove)
-        for context in (*model_class.get_init_context(**given), no_init_weights()):
+        for context in (*contexts, no_init_weights()):
             stack.enter_context(context)
-        yield
+        model = model_class(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": _CPU})
+
+    return model
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
@@ -601,11 +536,9 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
     It keeps some of it beside any half dtype, and some beside float16 alone.
     """
-    names = ["_keep_in_fp32_modules_strict"]
+    patterns = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     if dtype == torch.float16:
-        names.append("_keep_in_fp32_modules")
-
-    patterns = [one for name in names for one in getattr(model, name, None) or ()]
+        patterns += getattr(model, "_keep_in_fp32_modules", None) or ()
     if not patterns or dtype not in HALF_DTYPES:
         return
 

@@ -50,7 +50,7 @@ class TensorRef(NamedTuple):
     name: str
 
     def __call__(self) -> nn.Parameter | None:
-        """The parameter that is there now."""
+        """Return the parameter that is there now."""
         module = self.owner()
         return None if module is None else module._parameters.get(self.name)
 
@@ -72,14 +72,10 @@ class ParameterRecord:
         self.shape = parameter.shape
         # Sharding makes a quantized parameter a plain one. The ``quant_state`` moves
         # with a 4-bit weight.
-        self.quantized_class: type | None = None
-        if is_quantized_parameter(parameter):
-            self.quantized_class = type(parameter)
-
+        is_quantized = is_quantized_parameter(parameter)
+        self.quantized_class = type(parameter) if is_quantized else None
         state = getattr(parameter, "quant_state", None)
-        self.quant_state: weakref.ref[Any] | None = (
-            None if state is None else weakref.ref(state)
-        )
+        self.quant_state = None if state is None else weakref.ref(state)
         self.saw(parameter)
 
     def expects(self, data: torch.Tensor) -> None:
@@ -104,7 +100,7 @@ class ParameterRecord:
         return tuple(self._memories)
 
     def is_seen(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter at one of the places is the one recorded.
+        """Return whether a parameter at one of the places is the one recorded.
 
         It has its statistics, or lies where it did.
         """
@@ -115,7 +111,7 @@ class ParameterRecord:
         return key_of(parameter) in self._memories
 
     def was_resized(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter of the name has another number of rows.
+        """Return whether a parameter of the name has another number of rows.
 
         Resized embeddings have; a shard is not taken for one.
         """
@@ -125,33 +121,28 @@ class ParameterRecord:
         return is_other and not is_sharded_tensor(parameter)
 
     def at_places(self) -> list[nn.Parameter]:
-        """The parameters at its places now."""
+        """Return the parameters at its places now."""
         found = [ref() for ref in self.refs]
         return [parameter for parameter in found if parameter is not None]
 
     def live(self) -> nn.Parameter | None:
-        """The parameter, if it is still at one of its places."""
+        """Return the parameter, if it is still at one of its places."""
         return next(filter(self.is_seen, self.at_places()), None)
 
     def there(self) -> nn.Parameter | None:
-        """The parameter, its shard, or one of its shape at one of its places.
+        """Return the parameter, one of its shape, or its shard, at one of its places.
 
         Others write to a parameter by replacing it.
         """
         found = self.at_places()
-        for is_it in (self.is_seen, self._is_alike, is_sharded_tensor):
-            for parameter in found:
-                if is_it(parameter):
-                    return parameter
-
-        return None
-
-    def _is_alike(self, parameter: torch.Tensor) -> bool:
-        return parameter.shape == self.shape
+        alike = [one for one in found if one.shape == self.shape]
+        shards = [one for one in found if is_sharded_tensor(one)]
+        seen = [one for one in found if self.is_seen(one)]
+        return next(iter([*seen, *alike, *shards]), None)
 
 
 def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
-    """The key of the memory that a tensor lies in, with weak references to it.
+    """Return the key of the memory that a tensor lies in, with weak references to it.
 
     As long as these are held, no other memory gets that key.
     """
@@ -161,7 +152,7 @@ def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
 
 
 def key_of(tensor: torch.Tensor) -> Any:
-    """The key of the memory that a tensor lies in.
+    """Return the key of the memory that a tensor lies in.
 
     Tensors that share memory have the same, on the meta device too.
     """
@@ -210,7 +201,7 @@ class Records:
         )
 
     def at(self, module: nn.Module, name: str) -> ParameterRecord | None:
-        """The record of the parameter that was at a place."""
+        """Return the record of the parameter that was at a place."""
         return self._of.get(module, {}).get(name)
 
     def add(self, record: ParameterRecord, places: Iterable[Place]) -> None:
@@ -219,7 +210,7 @@ class Records:
             self._of.setdefault(owner, {})[name] = record
 
     def mark(self, module: nn.Module) -> Mark:
-        """The module's mark, made where it has none."""
+        """Return the module's mark, made where it has none."""
         found = self.mark_of(module)
         if found is None:
             found = vars(module)[MARK] = Mark(id(module), self)
@@ -227,12 +218,12 @@ class Records:
         return found
 
     def mark_of(self, module: nn.Module) -> Mark | None:
-        """The mark of a module, or of its original, if it is of these records."""
+        """Return the mark of a module, or of its original, if it is of these records."""
         found: Mark | None = vars(module).get(MARK)
         return None if found is None or found.records is not self else found
 
     def dtype_before(self, module: nn.Module, name: str) -> torch.dtype | None:
-        """The dtype that a parameter had before it was upcast.
+        """Return the dtype that a parameter had before it was upcast.
 
         Of a copy, it is the dtype that the original had.
         """

@@ -36,46 +36,34 @@ class Role(str, Enum):
 
 
 def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> bool:
-    """Whether a module is one of ``norm_modules``, or a leaf named a norm.
+    """Return whether a module is one of ``norm_modules``, or a leaf named a norm.
 
-    The parameters of such a leaf are vectors.
+    A string among these is a pattern of the names of classes. The parameters of such a
+    leaf are vectors; it keeps no statistics, which are buffers, and never cast.
     """
     parameters = [*module.parameters(recurse=False)]
     if not parameters:
         return False
 
     cls: Any = type(module)
-    if any(_is_wanted(cls, wanted) for wanted in norm_modules):
-        return True
+    names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
+    for wanted in norm_modules:
+        if not isinstance(wanted, str):
+            is_wanted = issubclass(cls, wanted)
+        else:
+            is_wanted = any(re.fullmatch(wanted, name) for name in names)
+        if is_wanted:
+            return True
 
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return False
     is_leaf = next(module.children(), None) is None
     is_of_vectors = all(parameter.dim() <= 1 for parameter in parameters)
-    return is_leaf and is_of_vectors and _is_named_norm(cls)
-
-
-def _is_wanted(cls: type, wanted: type | str) -> bool:
-    """Whether a class is the one wanted, or derived from it.
-
-    A string is a pattern of the names of classes.
-    """
-    if not isinstance(wanted, str):
-        return issubclass(cls, wanted)
-
-    names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
-    return any(re.fullmatch(wanted, name) for name in names)
-
-
-def _is_named_norm(cls: Any) -> bool:
-    """Whether a class, or a base of it, is named a norm, and it keeps no statistics.
-
-    Statistics are buffers, which are never cast.
-    """
-    is_named = any("norm" in base.__name__.lower() for base in cls.__mro__)
-    return is_named and not issubclass(cls, nn.modules.batchnorm._NormBase)
+    return is_leaf and is_of_vectors and any("norm" in name.lower() for name in names)
 
 
 def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
-    """The modules that ``getter`` returns of every model, with the modules in them.
+    """Return the modules that ``getter`` returns of every model, with the modules in them.
 
     There may be models inside the model.
     """
@@ -91,19 +79,20 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
     return found
 
 
-def _parameter_ids(modules: list[nn.Module]) -> set[int]:
-    return {id(p) for module in modules for p in module.parameters(recurse=False)}
-
-
 def parameter_roles(
     tree: ModelTree, norm_modules: tuple[type | str, ...] = ()
 ) -> dict[int, Role]:
-    """The role of every parameter, by its ``id``.
+    """Return the role of every parameter, by its ``id``.
 
     A tied embedding counts as input embedding.
     """
-    inputs = _parameter_ids(_embeddings(tree, "get_input_embeddings"))
-    outputs = _parameter_ids(_embeddings(tree, "get_output_embeddings"))
+
+    def ids_of(getter: str) -> set[int]:
+        modules = _embeddings(tree, getter)
+        return {id(p) for module in modules for p in module.parameters(recurse=False)}
+
+    inputs = ids_of("get_input_embeddings")
+    outputs = ids_of("get_output_embeddings")
 
     def role_of(tensor: NamedTensor) -> Role:
         module, parameter = tensor.module, tensor.parameter
@@ -130,7 +119,7 @@ def parameter_roles(
 
 
 def heads(tree: ModelTree) -> list[Node]:
-    """The output heads, and trained copies of them, that store half.
+    """Return the output heads, and trained copies of them, that store half.
 
     They are linear layers that are not quantized.
     """
@@ -148,7 +137,7 @@ def heads(tree: ModelTree) -> list[Node]:
 
 
 def loses_gradients(weight: torch.Tensor) -> bool:
-    """Whether a linear layer's output has no gradient for its input, tried on zeros.
+    """Try on zeros whether a linear layer's output has no gradient for its input.
 
     The answer is false where the layer refuses these.
     """
@@ -165,30 +154,21 @@ def loses_gradients(weight: torch.Tensor) -> bool:
     return not output.requires_grad
 
 
-class _AsItsInput(nn.Module):
-    """A layer that returns the dtype of its input, as quantized ones do."""
-
-    def __init__(self, out_features: int) -> None:
-        super().__init__()
-        self.out_features = out_features
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute nothing."""
-        return x.new_empty(*x.shape[:-1], self.out_features)
-
-
 def returns_float32(
     adapter: Any, dtype: torch.dtype, adapter_dtype: torch.dtype | None = None
 ) -> bool:
-    """Whether PEFT's layer makes float32 of a half input.
+    """Try whether PEFT's layer makes float32 of a half input.
 
-    A copy of it on fake tensors is run, which have no values and draw no random
-    numbers. It is in ``adapter_dtype``, or in the layer's own dtypes.
+    A copy of it is run on fake tensors, which have no values and draw no random
+    numbers, around a layer that returns the dtype of its input, as quantized ones do.
+    The copy is in ``adapter_dtype``, or in the layer's own dtypes.
     """
     fakes = FakeTensorMode()
     base = adapter.get_submodule("base_layer")
     try:
-        plain = _AsItsInput(adapter.out_features)
+        plain: Any = nn.Module()
+        plain.out_features = adapter.out_features
+        plain.forward = lambda x: x.new_empty(*x.shape[:-1], plain.out_features)
         with FakeCopyMode(fakes):
             copied = copy.deepcopy(adapter, {id(base): plain})
         if adapter_dtype is not None:

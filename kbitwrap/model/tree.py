@@ -25,7 +25,7 @@ CONFIG_ATTRIBUTES = ("config", "generation_config")
 
 
 def only_reading() -> Any:
-    """A context in which the fields of tensors are read without asking their classes.
+    """Return a context in which the fields of tensors are read without asking their classes.
 
     Asking takes twice the time of a whole preparation.
     """
@@ -76,14 +76,43 @@ class ModelTree:
         self.sharded: dict[int, ParameterRecord] = {}
 
     def again(self) -> ModelTree:
-        """The same model, walked again: edits replace modules and parameters."""
+        """Walk the same model again: edits replace modules and parameters."""
         return ModelTree(self.model, self.records)
 
     @cached_property
     def nodes(self) -> list[Node]:
         """Every place of every module, in depth-first order."""
         found: list[Node] = []
-        _walk(found, self.model, "", "", is_base=True, holds_copies=False)
+
+        def walk(
+            module: nn.Module, path: str, fqn: str, is_base: bool, are_copies: bool
+        ) -> None:
+            """Add a module and all below it; ``are_copies`` is a wrapper's collection of copies."""
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedModelError(
+                    f"{path or 'the model'} is a {type(module).__name__} of TorchScript, whose parameters cannot be "
+                    "edited: load the model itself",
+                    fqn=path,
+                )
+
+            wrapped = wrapped_children(module)
+            is_adapter = bool(wrapped) and is_adapter_class(type(module))
+            found.append(Node(path, fqn, module, is_base and not wrapped))
+            for name, child in module._modules.items():
+                if child is None:
+                    continue
+                is_wrapped = name in wrapped
+                holds_copies = is_adapter and not is_wrapped and name in COPIES
+                has_no_name = is_wrapped or holds_copies or are_copies
+                walk(
+                    child,
+                    join(path, name),
+                    fqn if has_no_name else join(fqn, name),
+                    is_base and (is_wrapped or not wrapped),
+                    holds_copies,
+                )
+
+        walk(self.model, "", "", True, False)
         return found
 
     @cached_property
@@ -162,13 +191,11 @@ class ModelTree:
         return {id(tensor.parameter) for tensor in self.tensors}
 
     def at_places(self, record: ParameterRecord) -> list[nn.Parameter]:
-        """The parameters at a record's places that are in the model.
+        """Return the parameters at a record's places that are in the model.
 
         Others may have taken modules out of it.
         """
-        return [
-            parameter for parameter in record.at_places() if id(parameter) in self.ids
-        ]
+        return [one for one in record.at_places() if id(one) in self.ids]
 
     @cached_property
     def _places(self) -> dict[int, list[Place]]:
@@ -186,38 +213,29 @@ class ModelTree:
         return found
 
     def places(self, tensor: NamedTensor) -> list[Place]:
-        """Every owner of a parameter, each once, with the parameter's name there."""
+        """Return every owner of a parameter, each once, with the parameter's name there."""
         return self._places.get(id(tensor.parameter)) or [(tensor.module, tensor.name)]
 
     def places_outside(self, parameters: Sequence[nn.Parameter]) -> list[Place]:
-        """The places of parameters in modules of this process that are not the model's.
+        """Return the places of parameters in modules of this process that are not the model's.
 
         A model may be a part of another, which ties a weight of its own to the part's: no
         module knows what holds it, but the garbage collector does.
         """
-        own = {id(tensor.module._parameters) for tensor in self.all_tensors}
-        holders = [
-            one for one in gc.get_referrers(*parameters) if isinstance(one, dict)
-        ]
-        others = {id(one) for one in holders} - own
-        if not others:
-            return []
-
+        own = {id(tensor.module) for tensor in self.all_tensors}
         ids = set(map(id, parameters))
-        objects = gc.get_objects()
-        modules = [one for one in objects if issubclass(type(one), nn.Module)]
         found = []
-        for module in modules:
-            held = vars(module).get("_parameters", {})
-            if id(held) in others:
-                found += [
-                    (module, name) for name, one in held.items() if id(one) in ids
-                ]
+        for one in gc.get_objects():
+            if not issubclass(type(one), nn.Module) or id(one) in own:
+                continue
+            for name, parameter in vars(one).get("_parameters", {}).items():
+                if id(parameter) in ids:
+                    found.append((one, name))
 
         return found
 
     def record(self, tensor: NamedTensor) -> ParameterRecord:
-        """The record of a parameter: the one that there is, or a new one.
+        """Return the record of a parameter: the one that there is, or a new one.
 
         A parameter that got another name since, as PEFT gives one to AQLM's codes, has the
         record that it had.
@@ -246,34 +264,26 @@ class ModelTree:
     def resized(
         self, records: Iterable[ParameterRecord]
     ) -> list[tuple[ParameterRecord, NamedTensor]]:
-        """The base's tensors that others made of recorded ones by resizing embeddings.
-
-        They may have been resized back to their size.
+        """Return the base's tensors that others made of recorded ones by resizing embeddings.
 
         They are embeddings of another size, and what has a recorded name and as many
-        rows, as a new head.
+        rows, as a new head. They may have been resized back to their size.
         """
-        live = self.live
-        lost = [record for record in records if record not in live]
-        if not lost:
-            return []
-
+        lost = [record for record in records if record not in self.live]
         # by ``id``, the parameters that stand where lost ones stood
         standing = {id(there): there for r in lost for there in self.at_places(r)}
         rows = {there.shape[:1] for there in standing.values()}
-        named = {tensor.fqn: tensor for tensor in self.base_tensors}
+        named = {tensor.fqn: tensor for tensor in self.base_tensors} if lost else {}
         found = []
         for record in lost:
             tensor = named.get(record.fqn)
             if tensor is None or id(tensor.parameter) in self.known:
                 continue
             parameter = tensor.parameter
-            if is_sharded_tensor(parameter):
-                continue
             is_resized = parameter.shape[:1] in rows
             if id(parameter) in standing:
                 is_resized = record.was_resized(parameter)
-            if is_resized:
+            if is_resized and not is_sharded_tensor(parameter):
                 found.append((record, tensor))
 
         return found
@@ -284,7 +294,7 @@ class ModelTree:
         return self.of_class(is_adapter_class)
 
     def of_class(self, is_one: Callable[[Any], bool]) -> list[Node]:
-        """The modules whose class a test holds for."""
+        """Return the modules whose class a test holds for."""
         return [node for node in self.modules if is_one(type(node.module))]
 
     @cached_property
@@ -323,7 +333,7 @@ class ModelTree:
 
 
 def _tensors_of(nodes: Iterable[Node]) -> list[NamedTensor]:
-    """Every parameter at every place of modules."""
+    """Return every parameter at every place of modules."""
     found = []
     for node in nodes:
         for name, parameter in node.module._parameters.items():
@@ -335,47 +345,8 @@ def _tensors_of(nodes: Iterable[Node]) -> list[NamedTensor]:
     return found
 
 
-def _walk(
-    found: list[Node],
-    module: nn.Module,
-    path: str,
-    fqn: str,
-    *,
-    is_base: bool,
-    holds_copies: bool,
-) -> None:
-    """Add a module at one of its places to a list, and all below it.
-
-    ``holds_copies`` is a wrapper's collection of copies.
-    """
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedModelError(
-            f"{path or 'the model'} is a {type(module).__name__} of TorchScript, whose parameters cannot be edited: "
-            "load the model itself",
-            fqn=path,
-        )
-
-    wrapped = wrapped_children(module)
-    is_adapter = bool(wrapped) and is_adapter_class(type(module))
-    found.append(Node(path, fqn, module, is_base and not wrapped))
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        is_wrapped = name in wrapped
-        are_copies = is_adapter and not is_wrapped and name in COPIES
-        has_no_name = is_wrapped or are_copies or holds_copies
-        _walk(
-            found,
-            child,
-            join(path, name),
-            fqn if has_no_name else join(fqn, name),
-            is_base=is_base and (is_wrapped or not wrapped),
-            holds_copies=are_copies,
-        )
-
-
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module whose parameters, buffers and children can be replaced.
+    """Copy a module, so that the copy's parameters, buffers and children can be replaced.
 
     It is of the same class, and shares the rest.
     """
@@ -411,11 +382,11 @@ class ModuleIndex:
         self._by_fqn = {node.fqn: self._numbers[node.module] for node in tree.nodes}
 
     def number(self, module: nn.Module) -> int | None:
-        """The number of a module, in the tree's order; ``None`` if it was not there."""
+        """Return the number of a module, in the tree's order; ``None`` if it was not there."""
         return self._numbers.get(module)
 
     def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
-        """The modules that were not there, as PEFT's copies.
+        """Return the modules that were not there, as PEFT's copies.
 
         Each comes with the number of the one that it stands for.
         """
@@ -433,11 +404,11 @@ class ModuleIndex:
         return found
 
     def live(self) -> list[tuple[int, nn.Module]]:
-        """The modules that are still alive, each with its number."""
+        """Return the modules that are still alive, each with its number."""
         return [(number, module) for module, number in self._numbers.items()]
 
     def live_and_of(self, tree: ModelTree) -> list[nn.Module]:
-        """The modules that are still alive, and those of a tree, each once."""
+        """Return the modules that are still alive, and those of a tree, each once."""
         modules = [module for _, module in self.live()]
         modules += [node.module for node in tree.modules]
         return list(dict.fromkeys(modules))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 # elements compared at once: bounds what a comparison holds beside the tensors compared
@@ -35,22 +36,24 @@ class NanPayloads:
         bits: Their bits, int16, in the same order.
     """
 
-    positions: torch.Tensor
-    bits: torch.Tensor
+    positions: Tensor
+    bits: Tensor
 
     @staticmethod
-    def find(tensor: torch.Tensor) -> NanPayloads | None:
+    def find(tensor: Tensor) -> NanPayloads | None:
         """Find the NaNs of a float16 or bfloat16 tensor.
 
         ``None`` where there are none.
         """
-        if not has_nan(tensor):
+        data = tensor.detach()
+        # the least of numbers among which there is a NaN is NaN
+        if not data.numel() or not torch.aminmax(data)[0].isnan():
             return None
-        flat = tensor.detach().reshape(-1)
+        flat = data.reshape(-1)
         positions = flat.isnan().nonzero().view(-1)
         return NanPayloads(positions, flat[positions].view(torch.int16))
 
-    def write(self, tensor: torch.Tensor) -> None:
+    def write(self, tensor: Tensor) -> None:
         """Put the payloads back into the tensor, where it still holds a NaN.
 
         The tensor has been rounded back to its dtype.
@@ -63,21 +66,8 @@ class NanPayloads:
         tensor.copy_(flat.view(tensor.shape))
 
 
-def has_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether there is a NaN in a floating tensor: a boolean scalar on its device.
-
-    It does not wait for the device, and makes no mask.
-    """
-    data = tensor.detach()
-    if not data.numel():
-        return torch.zeros((), dtype=torch.bool, device=data.device)
-    # the least of numbers among which there is a NaN is NaN
-    least, _ = torch.aminmax(data)
-    return least.isnan()
-
-
-def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors hold other numbers.
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """Return whether two tensors hold other numbers.
 
     It does not wait for the device, and holds little beside the tensors.
 
@@ -113,7 +103,7 @@ class Layout:
     stride: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
+    def of(tensor: Tensor) -> Layout:
         """Read the layout of a tensor."""
         return Layout(
             int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
@@ -130,7 +120,7 @@ class Layout:
         return last + 1
 
     @staticmethod
-    def place(tensors: Sequence[tuple[torch.Tensor, Layout]]) -> list[torch.Tensor]:
+    def place(tensors: Sequence[tuple[Tensor, Layout]]) -> list[Tensor]:
         """Copy tensors into one new storage, where they overlap as their layouts do.
 
         Args:
@@ -160,7 +150,7 @@ class Layout:
 
 
 def without_storage(
-    cls: Any, like: torch.Tensor, dtype: torch.dtype, device: torch.device
+    cls: Any, like: Tensor, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """Make a tensor of a subclass without storage, shaped and laid out as another.
 
@@ -173,7 +163,7 @@ def without_storage(
     Returns:
         A tensor of ``cls``, on which ``__init__`` was not called.
     """
-    return torch.Tensor._make_wrapper_subclass(
+    return Tensor._make_wrapper_subclass(
         cls,
         like.shape,
         strides=like.stride(),
@@ -183,32 +173,30 @@ def without_storage(
     )
 
 
-def is_composed(cls: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class may be made of other tensors, which hold their values."""
+def is_composed(cls: type[Tensor]) -> bool:
+    """Return whether tensors of a class may be made of other tensors, which hold their values."""
     return hasattr(cls, "__tensor_flatten__")
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor's values lie in.
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a tensor's values lie in.
 
-    It is the tensor itself, unless that is made of others.
-
-    Those that it is made of may be made of others too: the parts are the innermost
-    ones, in the order of their classes.
+    It is the tensor itself, unless that is made of others. Those may be made of others
+    too: the parts are the innermost ones, in the order of their classes.
     """
     if not is_composed(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    innermost: list[torch.Tensor] = []
+    innermost: list[Tensor] = []
     for name in names:
         part = getattr(tensor, name)
-        if isinstance(part, torch.Tensor):
+        if isinstance(part, Tensor):
             innermost += parts_of(part)
     return innermost
 
 
-def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Those of a tensor's parts that are strided memory."""
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return those of a tensor's parts that are strided memory."""
     return [
         part
         for part in parts_of(tensor)
@@ -216,15 +204,15 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def num_sampled(tensor: torch.Tensor, num_runs: int = RUNS) -> int:
-    """How many elements of a tensor a sample has."""
+def num_sampled(tensor: Tensor, num_runs: int = RUNS) -> int:
+    """Return how many elements of a tensor a sample has."""
     return min(tensor.numel(), num_runs * _RUN)
 
 
-def sample(tensor: torch.Tensor, num_runs: int = RUNS) -> torch.Tensor:
-    """Some elements of a dense tensor, flat.
+def sample(tensor: Tensor, num_runs: int = RUNS) -> Tensor:
+    """Pick some elements of a dense tensor, flat.
 
-    All of a small one, evenly spread runs of a larger one.
+    They are all of a small one, and evenly spread runs of a larger one.
     """
     data = tensor.detach()
     if data.numel() == num_sampled(data, num_runs):
@@ -238,8 +226,8 @@ def sample(tensor: torch.Tensor, num_runs: int = RUNS) -> torch.Tensor:
     return data.take(positions).view(-1)
 
 
-def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Which elements of two flat tensors differ in their bits.
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Find which elements of two flat tensors differ in their bits.
 
     It does not wait for the device.
 
@@ -253,42 +241,34 @@ def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     if not a.is_floating_point():
         return a != b
-    different = _bits(a) != _bits(b)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = integers[a.element_size()]
+    different = a.view(bits) != b.view(bits)
     if a.element_size() == 1:
         return different  # torch finds no NaNs of float8
     both_nan = a.isnan() & b.isnan()
     return different & ~both_nan
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.element_size()])
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes can be read.
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's bytes can be read.
 
     Each part is strided, not nested, quantized by torch, lazy or meta.
     """
     if is_lazy(tensor) or tensor.is_nested:
         return False
-    return all(_is_readable(part) for part in parts_of(tensor))
+    dense = [p for p in dense_parts(tensor) if not (p.is_meta or p.is_quantized)]
+    return len(dense) == len(parts_of(tensor))
 
 
-def _is_readable(part: torch.Tensor) -> bool:
-    if part.layout is not torch.strided:
-        return False
-    return not (part.is_meta or part.is_nested or part.is_quantized)
-
-
-def digest_bytes(tensor: torch.Tensor) -> int:
-    """The most bytes that a digest of a plain tensor holds beside it."""
+def digest_bytes(tensor: Tensor) -> int:
+    """Return the most bytes that a digest of a plain tensor holds beside it."""
     factors, piece = min(tensor.nbytes, 8 * _BLOCK), min(tensor.nbytes, _PIECE)
     copied = 0 if tensor.is_contiguous() else tensor.nbytes
     return copied + factors + 2 * piece
 
 
-def content_digest(tensor: torch.Tensor) -> int:
+def content_digest(tensor: Tensor) -> int:
     """Digest a dense tensor's bytes, on its device, to an integer below 2**64.
 
     ``docs/manifest.md`` has the formula.
@@ -300,23 +280,7 @@ def content_digest(tensor: torch.Tensor) -> int:
     return begin_digest(tensor)()
 
 
-def digest_and(tensor: torch.Tensor, question: torch.Tensor) -> tuple[int, bool]:
-    """Digest a plain tensor, and answer a question, in one read of the device.
-
-    Args:
-        tensor: A dense tensor that is not made of others.
-        question: A boolean scalar on its device.
-
-    Returns:
-        The digest, as ``content_digest`` returns it, and the answer.
-    """
-    sums = _sums_of(tensor)
-    answer = question.view(1).view(torch.uint8)
-    read = torch.cat([sums, answer]).cpu()
-    return _digest_of(read[:-1], tensor.nbytes), bool(read[-1])
-
-
-def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
+def begin_digest(tensor: Tensor) -> Callable[[], int]:
     """Begin a digest of what a tensor holds now, without waiting for its device.
 
     Args:
@@ -326,56 +290,40 @@ def begin_digest(tensor: torch.Tensor) -> Callable[[], int]:
         A call that waits for the device and returns the digest, as ``content_digest``
             does. Until it is dropped it holds 8 bytes a block there.
     """
-    if not is_composed(type(tensor)):
-        return _begin_plain(tensor)
-    reads = [_begin_plain(part) for part in parts_of(tensor)]
+    if is_composed(type(tensor)):
+        reads = [begin_digest(part) for part in parts_of(tensor)]
 
-    def digest_of_parts() -> int:
-        words = b"".join(read().to_bytes(8, "little") for read in reads)
-        return content_digest(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        def digest_of_parts() -> int:
+            words = b"".join(read().to_bytes(8, "little") for read in reads)
+            return content_digest(torch.frombuffer(bytearray(words), dtype=torch.uint8))
 
-    return digest_of_parts
+        return digest_of_parts
 
-
-def _begin_plain(tensor: torch.Tensor) -> Callable[[], int]:
-    """Begin a digest of a tensor that is not made of others."""
-    sums, num_bytes = _sums_of(tensor), tensor.nbytes
-    return lambda: _digest_of(sums.cpu(), num_bytes)
-
-
-def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The sums that a digest is made of, and the bytes beyond the last word.
-
-    They are uint8 in one new piece of the device's memory.
-    """
-    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
     # the strides of a tensor of one element may be any
     flat = plain.contiguous().as_strided((plain.numel(),), (1,))
     data = flat.view(torch.uint8)
-    num_in_words = len(data) - len(data) % 8
-    blocks = _block_sums(data, num_in_words)
-    return torch.cat([blocks.view(torch.uint8), data[num_in_words:]])
+    num_bytes, num_in_tail = len(data), len(data) % 8
+    blocks = _block_sums(data, num_bytes - num_in_tail)
+    sums = torch.cat([blocks.view(torch.uint8), data[num_bytes - num_in_tail :]])
+
+    def digest() -> int:
+        on_cpu = sums.cpu()  # in one read of the device
+        end = len(on_cpu) - num_in_tail
+        values = on_cpu[:end].view(torch.int64).tolist()
+        if num_in_tail:
+            in_tail = bytes(on_cpu[end:].tolist())
+            values.append(int.from_bytes(in_tail, "little"))
+        found = 0
+        for value in (*values, num_bytes):
+            found = (found * _MURMUR + value) & _MASK
+        return found
+
+    return digest
 
 
-def _digest_of(sums: torch.Tensor, num_bytes: int) -> int:
-    """The digest of a tensor of so many bytes, from its sums on the CPU."""
-    num_in_tail = num_bytes % 8
-    end = len(sums) - num_in_tail
-    digest = 0
-    for block in sums[:end].view(torch.int64).tolist():
-        digest = _extended(digest, block)
-    if num_in_tail:
-        in_tail = bytes(sums[end:].tolist())
-        digest = _extended(digest, int.from_bytes(in_tail, "little"))
-    return _extended(digest, num_bytes)
-
-
-def _extended(digest: int, value: int) -> int:
-    return (digest * _MURMUR + value) & _MASK
-
-
-def _block_sums(data: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """The sum of each block's mixed words, int64, on their device.
+def _block_sums(data: Tensor, num_bytes: int) -> Tensor:
+    """Sum each block's mixed words, int64, on their device.
 
     The last block may be short.
 

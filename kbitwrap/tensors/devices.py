@@ -12,7 +12,7 @@ import torch
 
 
 def accelerator_type() -> str | None:
-    """The type of the accelerator that this process can use, such as ``"cuda"``.
+    """Return the type of the accelerator that this process can use, such as ``"cuda"``.
 
     ``None`` where it has none.
     """
@@ -23,24 +23,21 @@ def accelerator_type() -> str | None:
 
 
 def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
-    """The devices that tensors lie on, without the CPU and the meta device."""
+    """Return the devices that tensors lie on, without the CPU and the meta device."""
     return {
         tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")
     }
 
 
 def function_of(device_type: str, function: str) -> Any:
-    """A function of torch's module for a type of device.
-
-    ``None`` where that module has no such function.
-    """
+    """Return a function of torch's module for a type of device, ``None`` where that has none."""
     return getattr(torch.get_device_module(device_type), function, None)
 
 
 def random_state(devices: Iterable[torch.device]) -> Callable[[], None]:
     """Read the states of the random generators of the CPU and of accelerators.
 
-    The call puts them back.
+    The call that is returned puts them back.
     """
     cpu = torch.get_rng_state()
     states = []

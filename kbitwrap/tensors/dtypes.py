@@ -39,12 +39,12 @@ _SAFETENSORS_CODES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as ``"bfloat16"``."""
+    """Return the name of a dtype, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def find_dtype(name: object) -> torch.dtype | None:
-    """The dtype of that name; ``None`` where this torch has none."""
+    """Return the dtype of that name; ``None`` where this torch has none."""
     if not isinstance(name, str):
         return None
     found = getattr(torch, name, None)  # older versions of torch have fewer
@@ -54,7 +54,7 @@ def find_dtype(name: object) -> torch.dtype | None:
 def parse_dtype(
     dtype: object, name: str = "dtype", *, is_floating: bool = False
 ) -> torch.dtype:
-    """The dtype that a caller gave, itself or by its name.
+    """Return the dtype that a caller gave, itself or by its name.
 
     ``ConfigError`` is raised for anything else.
     """

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import StateError, UnsupportedModelError
 from .bits import Layout, without_storage
 from .dtypes import HALF_DTYPES
+from .operations import written_arguments
 
 aten = torch.ops.aten
 
@@ -28,32 +29,8 @@ _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
-def _is_view(func: Any) -> bool:
-    """Whether an operation returns views of its first argument.
-
-    A view of the half storage serves.
-    """
-    if func is aten.view.dtype:
-        return False  # it reads bytes, which are the upcast ones
-    return func.is_view or func is aten._unsafe_view.default
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[UpcastTensor]:
-    """The upcast tensors that an operation writes to."""
-    values = []
-    for position, argument in enumerate(func._schema.arguments):
-        alias = argument.alias_info
-        if alias is None or not alias.is_write:
-            continue
-        if position < len(args):
-            values.append(args[position])
-        else:
-            values.append(kwargs.get(argument.name))
-    return [value for value in tree_leaves(values) if isinstance(value, UpcastTensor)]
-
-
 def _of_float32(name: str) -> Any:
-    """A method that reads memory, of a float32 copy: an upcast tensor has none."""
+    """Make a method that reads memory, of a float32 copy: an upcast tensor has none."""
 
     def method(self: UpcastTensor, *args: Any, **kwargs: Any) -> Any:
         upcast = self.half_storage.detach().float()
@@ -95,13 +72,13 @@ class Address:
     __int__ = __index__ = __add__ = _refuse
 
     def __mod__(self, alignment: int) -> int:
-        """0: each operation gets new memory, which is aligned to 64 bytes."""
+        """Return 0: each operation gets new memory, which is aligned to 64 bytes."""
         if 64 % alignment:
             self._refuse()
         return 0
 
 
-class UpcastTensor(torch.Tensor):
+class UpcastTensor(Tensor):
     """A float32 view of half storage.
 
     A module's whole weight passes for a parameter.
@@ -120,13 +97,13 @@ class UpcastTensor(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, half: torch.Tensor, *_: Any, **__: Any) -> UpcastTensor:
+    def __new__(cls, half: Tensor, *_: Any, **__: Any) -> UpcastTensor:
         """Make a float32 tensor without storage, shaped and laid out as the half one."""
         return without_storage(cls, half, torch.float32, half.device)  # type: ignore[no-any-return]
 
     def __init__(
         self,
-        half: torch.Tensor,
+        half: Tensor,
         owner: tuple[nn.Module, str] | None = None,
         chunk_bytes: int | None = None,
         layout: Layout | None = None,
@@ -182,7 +159,7 @@ class UpcastTensor(torch.Tensor):
         )
 
     @property
-    def half_storage(self) -> torch.Tensor:
+    def half_storage(self) -> Tensor:
         """The stored tensor, half, or float32 once it was written to.
 
         It raises if the weight would silently not be trained.
@@ -203,17 +180,6 @@ class UpcastTensor(torch.Tensor):
             self._layout.shape, self._layout.stride, offset
         )
 
-    def _for_writing(self) -> torch.Tensor:
-        """The storage, cast to float32 for good: half would round what is written."""
-        if self.owner is None:
-            raise RuntimeError(
-                "an upcast tensor that is not a module's weight cannot be written to"
-            )
-        parameter = self.parameter
-        if parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
-        return self.half_storage.detach()
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"UpcastTensor(shape={tuple(self.shape)}, stored={self.half_storage.dtype}, device={self.device})"
 
@@ -222,7 +188,7 @@ class UpcastTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], chunk_bytes: int | None, size: Any, stride: Any
+        inner: dict[str, Tensor], chunk_bytes: int | None, size: Any, stride: Any
     ) -> UpcastTensor:
         return UpcastTensor(inner["half_storage"], None, chunk_bytes)
 
@@ -241,10 +207,7 @@ class UpcastTensor(torch.Tensor):
         return upcast.__reduce_ex__(protocol)
 
     def as_state(self) -> UpcastTensor:
-        """A copy for its module's state.
-
-        It is pickled as a stand-in, and not as a float32 tensor.
-        """
+        """Copy it for its module's state: the copy is pickled as a stand-in, not as float32."""
         result = UpcastTensor(self.parameter, self.owner, self._chunk_bytes)
         result._is_state = True
         return result
@@ -266,14 +229,14 @@ class UpcastTensor(torch.Tensor):
     __format__ = _of_float32("__format__")
 
     def data_ptr(self) -> Address:  # type: ignore[override]
-        """The address of the half memory, only to be compared."""
+        """Return the address of the half memory, only to be compared."""
         # a weight that was made trainable is refused when it is used, not when it is
         # looked at
         with torch.no_grad():
             return Address(self.half_storage.data_ptr())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The half memory, which is all that is held.
+        """Return the half memory, which is all that is held.
 
         A tracer takes tensors that share memory for views of each other.
         """
@@ -295,7 +258,7 @@ class UpcastTensor(torch.Tensor):
             self.data = moved.data
 
     @property
-    def data(self) -> torch.Tensor:
+    def data(self) -> Tensor:
         """A detached view.
 
         Changing it changes the parameter, which is stored in float32 from then on.
@@ -303,7 +266,7 @@ class UpcastTensor(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def data(self, value: Tensor) -> None:
         if self.owner is None:
             raise RuntimeError("only a module's own weight can be given other data")
         module, name = self.owner
@@ -352,13 +315,16 @@ class UpcastTensor(torch.Tensor):
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        if func._schema.is_mutable:
-            written = _written(func, args, kwargs)
-            if written:
-                return _write(func, args, kwargs, written)
+        values = written_arguments(func, args, kwargs)
+        written = [value for value in values if isinstance(value, UpcastTensor)]
+        if written:
+            return _write(func, args, kwargs, written)
         if args and isinstance(args[0], UpcastTensor):
             first, *others = args
-            if _is_view(func):
+            # A view of the half storage serves, unless it reads bytes, which are the
+            # upcast ones.
+            is_view = func.is_view or func is aten._unsafe_view.default
+            if is_view and func is not aten.view.dtype:
                 return first._view(func, others, kwargs)
             if func in _GATHERS:
                 return func(first.half_storage, *others, **kwargs).float()
@@ -370,9 +336,9 @@ class UpcastTensor(torch.Tensor):
         return func(*_upcast(args), **_upcast(kwargs))
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The stand-in for a view of the weight, or a list of them."""
+        """Make the stand-in for a view of the weight, or a list of them."""
 
-        def stand_in(half: torch.Tensor) -> UpcastTensor:
+        def stand_in(half: Tensor) -> UpcastTensor:
             if self.owner is None:
                 return UpcastTensor(half, None, self._chunk_bytes)
             offset: Any = half.storage_offset() - self.parameter.storage_offset()
@@ -384,7 +350,7 @@ class UpcastTensor(torch.Tensor):
         # tensor.
         with torch.inference_mode(False), torch.no_grad():
             views = func(stored.detach(), *args, **kwargs)
-            return tree_map_only(torch.Tensor, stand_in, views)
+            return tree_map_only(Tensor, stand_in, views)
 
 
 def _write(func: Any, args: Any, kwargs: Any, written: list[UpcastTensor]) -> Any:
@@ -394,7 +360,7 @@ def _write(func: Any, args: Any, kwargs: Any, written: list[UpcastTensor]) -> An
     """
     copies = {tensor: tensor.half_storage.detach().float() for tensor in written}
 
-    def upcast(tensor: UpcastTensor) -> torch.Tensor:
+    def upcast(tensor: UpcastTensor) -> Tensor:
         return copies[tensor] if tensor in copies else tensor.half_storage.float()
 
     args, kwargs = tree_map_only(UpcastTensor, upcast, (args, kwargs))
@@ -402,19 +368,23 @@ def _write(func: Any, args: Any, kwargs: Any, written: list[UpcastTensor]) -> An
     for tensor, values in copies.items():
         before = tensor.half_storage.detach().float()
         # A model may clamp its weights in every forward, and change none.
-        if not torch.equal(_bits(values), _bits(before)):
-            tensor._for_writing().copy_(values)
+        if torch.equal(values.view(torch.int32), before.view(torch.int32)):
+            continue
+        if tensor.owner is None:
+            raise RuntimeError(
+                "an upcast tensor that is not a module's weight cannot be written to"
+            )
+        parameter = tensor.parameter
+        if parameter.dtype != torch.float32:  # half would round what is written
+            parameter.data = parameter.data.float()
+        tensor.half_storage.detach().copy_(values)
     # an operation returns what it wrote to
     tensors = {id(values): tensor for tensor, values in copies.items()}
-    return tree_map_only(torch.Tensor, lambda one: tensors.get(id(one), one), results)
+    return tree_map_only(Tensor, lambda one: tensors.get(id(one), one), results)
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.int32)
-
-
-def multiplies_half(left: torch.Tensor, half: torch.Tensor) -> bool:
-    """Whether the device multiplies half tensors into the float32 that it sums in."""
+def multiplies_half(left: Tensor, half: Tensor) -> bool:
+    """Return whether the device multiplies half tensors into the float32 that it sums in."""
     if not left.is_cuda or left.dtype != half.dtype:
         return False
     return torch.version.hip is None and "dtype" in aten.mm.overloads()
@@ -426,11 +396,8 @@ def _upcast(arguments: Any) -> Any:
     )
 
 
-def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tensor:
-    """A matrix product with an upcast right-hand side, in pieces of whole columns.
-
-    No sum is split.
-    """
+def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> Tensor:
+    """Multiply by an upcast right-hand side, in pieces of whole columns: no sum is split."""
     half = weight.half_storage
     left = args[-1]
     # The weight of a `HeadForward` has no owner; that gives it half where the device
@@ -446,7 +413,7 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> torch.Tens
         step = max(1, weight._chunk_bytes // column_bytes)
     if step >= num_columns:
         return func(*biases, left, half.float())  # type: ignore[no-any-return]
-    output: torch.Tensor = left.new_empty(left.shape[0], num_columns)
+    output: Tensor = left.new_empty(left.shape[0], num_columns)
     for start in range(0, num_columns, step):
         piece = slice(start, start + step)
         # A bias of one column is broadcast.

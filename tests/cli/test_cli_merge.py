@@ -229,7 +229,6 @@ def test_another_quantization_than_the_manifest_records_is_told_before_anything_
         raise AssertionError("the base was loaded")
 
     monkeypatch.setattr(checkpoints_base, "load_pretrained", load)
-    monkeypatch.setattr(checkpoints_base, "load_pending", load)
     out = tmp_path / "out"
     status, _, err = run(capsys, "merge", recorded, "--out", out, "--quant", quant, "--device", "cpu")
     assert (status, err) == (
