@@ -548,7 +548,7 @@ class Manifest(Report, ManifestPart):
 
 
 def _is_of_layer(fqn: str, layers: Collection[str]) -> bool:
-    """Whether a tensor is the weight, or one of the statistics, of one of some layers."""
+    """Return whether a tensor is the weight, or one of the statistics, of one of some layers."""
     path = fqn
     while path:
         path, _, name = path.rpartition(".")
@@ -596,7 +596,7 @@ def _refusing(complaint: str) -> Iterator[None]:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a file may be replaced by a manifest.
+    """Return whether a file may be replaced by a manifest.
 
     It is one, is called as one, or is empty.
     """

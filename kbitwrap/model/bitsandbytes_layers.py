@@ -359,7 +359,7 @@ class StateOwner:
     names: tuple[str, ...] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields that hold the state."""
+        """Return the fields that hold the state."""
         fields = vars(self.holder)
         if self.names is None:
             return dict(fields)
@@ -375,7 +375,7 @@ class StateOwner:
 
 
 def state_owners(module: nn.Module, weight: Tensor) -> list[StateOwner]:
-    """The objects that hold the quantization state of a layer."""
+    """Return the objects that hold the quantization state of a layer."""
     owners = [
         StateOwner("weight", weight, ("CB", *STATISTICS)),
         StateOwner("state", vars(module).get("state")),
@@ -385,7 +385,7 @@ def state_owners(module: nn.Module, weight: Tensor) -> list[StateOwner]:
 
 
 def quant_state_of(module: nn.Module, weight: Tensor) -> Any:
-    """The 4-bit statistics of a layer's weight, or ``None``.
+    """Return the 4-bit statistics of a layer's weight, or ``None``.
 
     Sharding leaves them on the layer only.
     """
@@ -394,7 +394,7 @@ def quant_state_of(module: nn.Module, weight: Tensor) -> Any:
 
 
 def lacks_statistics(module: nn.Module) -> bool:
-    """Whether a bitsandbytes layer has lost its statistics.
+    """Return whether a bitsandbytes layer has lost its statistics.
 
     Without these, its weight cannot be computed.
     """
@@ -419,7 +419,7 @@ def is_repacked(fields: Mapping[str, Any]) -> bool:
 
 
 def has_transposed_scales(module: nn.Module) -> bool:
-    """Whether a 4-bit layer has the scales of a repacked weight, and a weight that is not.
+    """Return whether a 4-bit layer has the scales of a repacked weight, and a weight that is not.
 
     bitsandbytes leaves it so where its state dict is read after the weight was repacked,
     unless the scales are quantized too. What it computes then is wrong: the scales are

@@ -118,7 +118,7 @@ class Quantization:
 
 @functools.cache
 def _is_of_bitsandbytes(cls: Any, *names: str) -> bool:
-    """Whether a class is one of bitsandbytes', or made from it.
+    """Return whether a class is one of bitsandbytes', or made from it.
 
     An answer stays true: the library was loaded when the class was made.
     """
@@ -128,7 +128,7 @@ def _is_of_bitsandbytes(cls: Any, *names: str) -> bool:
 
 
 def is_quantized_layer(module: nn.Module) -> bool:
-    """Whether a module is a bitsandbytes 4-bit or 8-bit layer."""
+    """Return whether a module is a bitsandbytes 4-bit or 8-bit layer."""
     cls: Any = type(module)
     return _is_of_bitsandbytes(
         cls, "Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"
@@ -136,7 +136,7 @@ def is_quantized_layer(module: nn.Module) -> bool:
 
 
 def is_rewritten(module: nn.Module, name: str) -> bool:
-    """Whether a layer casts a parameter of its own whenever it runs.
+    """Return whether a layer casts a parameter of its own whenever it runs.
 
     It casts it to the dtype that it computes in.
     """
@@ -148,7 +148,7 @@ STACKS_QUANTIZED_BY = "bitsandbytes.nn.parametrize.replace_parameter_4bit"
 
 
 def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
-    """The parameters that `STACKS_QUANTIZED_BY` quantized, by name.
+    """Return the parameters that `STACKS_QUANTIZED_BY` quantized, by name.
 
     Each comes with the module that computes it, and its 4-bit statistics.
     """
@@ -170,7 +170,7 @@ _PARAMETERS = frozenset({"Params4bit", "Int8Params"})
 
 
 def is_quantized_parameter(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds quantized storage, whatever its dtype.
+    """Return whether a parameter holds quantized storage, whatever its dtype.
 
     4-bit weights can be packed into half. An 8-bit layer may keep its weight in half,
     and quantize it anew in each forward (``has_fp16_weights``).
@@ -180,7 +180,7 @@ def is_quantized_parameter(parameter: torch.Tensor) -> bool:
 
 
 def _is_bitsandbytes_parameter(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is of a class of bitsandbytes'."""
+    """Return whether a parameter is of a class of bitsandbytes'."""
     cls: Any = type(parameter)
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class
     # name but not the class.
@@ -195,7 +195,7 @@ def _method_of(model: nn.Module) -> str | None:
 
 
 def is_of_another_library(settings: Any) -> bool:
-    """Whether a config's quantization is by another library than bitsandbytes.
+    """Return whether a config's quantization is by another library than bitsandbytes.
 
     The layers of such keep float32 parts of their own, as scales.
     """
@@ -232,7 +232,7 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
 
 
 def _library_of(module: nn.Module) -> str | None:
-    """The library that quantized a layer.
+    """Return the library that quantized a layer.
 
     Its class is the library's, or its weight is one made of narrow parts.
     """
@@ -279,7 +279,7 @@ def detect_as_peft(model: nn.Module) -> Quantization:
 
 
 def is_made_plain(module: nn.Module) -> bool:
-    """Whether a library made of a layer more than one with a weight of its class.
+    """Return whether a library made of a layer more than one with a weight of its class.
 
     Layers of bitsandbytes do not count.
     """
@@ -301,12 +301,12 @@ def _compressed_tensors_status(module: nn.Module) -> str | None:
 
 
 def was_decompressed(module: nn.Module) -> bool:
-    """Whether compressed-tensors has decompressed a layer: it does in the first run."""
+    """Return whether compressed-tensors has decompressed a layer: it does in the first run."""
     return _compressed_tensors_status(module) == "decompressed"
 
 
 def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
-    """The weight of a layer, compressed or not; the module stays as it is."""
+    """Return the weight of a layer, compressed or not; the module stays as it is."""
     if "weight" in module._parameters:
         return module._parameters["weight"].detach()  # type: ignore[no-any-return]
 
@@ -323,7 +323,7 @@ def _gptqmodel_class() -> type | tuple[()]:
 
 
 def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
-    """The weight of a layer of gptqmodel, for GPTQ or AWQ.
+    """Return the weight of a layer of gptqmodel, for GPTQ or AWQ.
 
     ``ValueError`` is raised where its codes do not tell it.
     """
@@ -351,7 +351,7 @@ def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
 
 
 def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
-    """The function of another library than bitsandbytes that computes a weight.
+    """Return the function of another library than bitsandbytes that computes a weight.
 
     It is ``None`` where no library computes the module's weight.
     """
@@ -369,12 +369,12 @@ def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
 
 
 def is_computed_by_library(module: nn.Module) -> bool:
-    """Whether a library other than bitsandbytes, or its stacks of experts, computes a weight."""
+    """Return whether a library other than bitsandbytes, or its stacks of experts, computes a weight."""
     return library_dequantizer(module) is not None or bool(quantized_stacks(module))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is of a class whose layers quantizers replace."""
+    """Return whether a module is of a class whose layers quantizers replace."""
     conv = loaded_class("transformers.pytorch_utils", "Conv1D")
     classes: Any = (nn.Linear, conv)
     return isinstance(module, classes)
@@ -387,13 +387,13 @@ def skip_layers(settings: Any, fqns: Sequence[str]) -> None:
 
 
 def skipped_layers(settings: Any) -> list[str]:
-    """The layers that a config of bitsandbytes names as not to be quantized."""
+    """Return the layers that a config of bitsandbytes names as not to be quantized."""
     fields = settings if isinstance(settings, dict) else vars(settings)
     return [*(fields.get(SKIPPED_LAYERS) or ())]
 
 
 def rounds_activations(module: nn.Module) -> bool:
-    """Whether a layer rounds its input or output, which has no gradient.
+    """Return whether a layer rounds its input or output, which has no gradient.
 
     They are layers of transformers, for BitNet and for Gemma.
     """
@@ -412,7 +412,7 @@ def rounds_activations(module: nn.Module) -> bool:
 
 
 def has_runtime_state(module: nn.Module) -> bool:
-    """Whether a module rewrites fields of its own when it runs.
+    """Return whether a module rewrites fields of its own when it runs.
 
     Linear layers of bitsandbytes and of gptqmodel do.
     """
@@ -425,7 +425,7 @@ def has_runtime_state(module: nn.Module) -> bool:
 
 
 def transposed_codes(module: nn.Module) -> torch.Tensor | None:
-    """The codes of a layer of aqlm, if a run on a CPU transposed them.
+    """Return the codes of a layer of aqlm, if a run on a CPU transposed them.
 
     It does so for codebooks of 256 entries.
     """
@@ -440,7 +440,7 @@ def transposed_codes(module: nn.Module) -> torch.Tensor | None:
 
 
 def is_of_a_quantizer(conversion: Any) -> bool:
-    """Whether a model's quantizer added this one of its weight conversions."""
+    """Return whether a model's quantizer added this one of its weight conversions."""
     return any(
         "hf_quantizer" in vars(operation)
         for operation in getattr(conversion, "operations", ())
@@ -452,7 +452,7 @@ KERNEL = "linear_mode"
 
 
 def has_kernel_without_backward(module: nn.Module) -> bool:
-    """Whether a layer of gptqmodel chose the kernel of inference, for good.
+    """Return whether a layer of gptqmodel chose the kernel of inference, for good.
 
     It repacked its codes for that.
     """

@@ -51,7 +51,7 @@ REPLACES = "_kbitwrap_replaces"
 
 
 def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
-    """A class of a module that is loaded already, or ``()``.
+    """Return a class of a module that is loaded already, or ``()``.
 
     Of a class that is not loaded there are no instances.
     """
@@ -61,7 +61,7 @@ def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
 
 @functools.cache
 def is_d_tensor(cls: Any) -> bool:
-    """Whether a class is ``DTensor`` or made from it.
+    """Return whether a class is ``DTensor`` or made from it.
 
     An answer stays true: ``DTensor`` was loaded when the class was made.
     """
@@ -69,7 +69,7 @@ def is_d_tensor(cls: Any) -> bool:
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``, or one that FSDP1 or ZeRO-3 laid out flat.
+    """Return whether a tensor is a ``DTensor``, or one that FSDP1 or ZeRO-3 laid out flat.
 
     Only a part of it need be on this rank.
     """
@@ -78,17 +78,17 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def is_flattened(tensor: Any) -> bool:
-    """Whether FSDP1 laid a tensor out flat, together with others."""
+    """Return whether FSDP1 laid a tensor out flat, together with others."""
     return "_fsdp_flattened" in vars(tensor)
 
 
 def is_partition(tensor: Any) -> bool:
-    """Whether ZeRO-3 partitioned a tensor, which may be whole for a while."""
+    """Return whether ZeRO-3 partitioned a tensor, which may be whole for a while."""
     return "ds_id" in vars(tensor)
 
 
 def whole_shape(tensor: Any) -> torch.Size | None:
-    """The shape of the whole of a tensor, whatever is on this rank.
+    """Return the shape of the whole of a tensor, whatever is on this rank.
 
     It is ``None`` where FSDP1 laid the tensor out flat.
     """
@@ -100,7 +100,7 @@ def whole_shape(tensor: Any) -> torch.Size | None:
 
 @functools.cache
 def _owner(cls: Any) -> str:
-    """The library of a wrapper's class.
+    """Return the library of a wrapper's class.
 
     It is ``""`` for torch's own layers and containers, which wrap nothing.
     """
@@ -112,18 +112,18 @@ def _owner(cls: Any) -> str:
 
 
 def is_adapter_class(cls: Any) -> bool:
-    """Whether a module's class is PEFT's: its own parameters belong to an adapter."""
+    """Return whether a module's class is PEFT's: its own parameters belong to an adapter."""
     return _owner(cls) == "peft"
 
 
 def class_before_sharding(module: nn.Module) -> Any:
-    """A module's class, or the one that it had before ``fully_shard`` replaced it."""
+    """Return a module's class, or the one that it had before ``fully_shard`` replaced it."""
     made = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return next(base for base in type(module).__mro__ if not issubclass(base, made))
 
 
 def wrapped_children(module: nn.Module) -> tuple[str, ...]:
-    """The children that hold the wrapped module, the one to follow first.
+    """Return the children that hold the wrapped module, the one to follow first.
 
     There are none where a module is no wrapper.
     """
@@ -136,7 +136,7 @@ def wrapped_children(module: nn.Module) -> tuple[str, ...]:
 
 
 def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The module underneath wrappers, and PEFT's modules around it.
+    """Return the module underneath wrappers, and PEFT's modules around it.
 
     The outermost is the first.
     """
