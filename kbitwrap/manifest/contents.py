@@ -79,30 +79,20 @@ def read_contents(
                     f"cannot determine the original base: {error}", fqn=error.fqn
                 ) from error
 
-        def read() -> Contents:
-            layers = {fqn: m for fqn, m in twin.named_modules() if is_pending(m)}
-            tensors = _tensors(twin, tree, preparation, layers, progress, reads_pending)
-            trained = [] if preparation is None else preparation.changes(tree).trained
-            return Contents(
-                model_record(twin, _loaded_dtype(tree, tensors)),
-                tensors,
-                _adapters(tree),
-                trained=(*trained, *gathering.trained),
-                unread=frozenset() if reads_pending else frozenset(layers),
-            )
-
-        return gathering.lead(read)
+        return gathering.lead(
+            lambda: _read(twin, tree, preparation, gathering, progress, reads_pending)
+        )
 
 
-def _tensors(
+def _read(
     twin: nn.Module,
     tree: ModelTree,
     preparation: Preparation | None,
-    pending: Mapping[str, nn.Module],
+    gathering: Gathering,
     progress: bool,
     reads_pending: bool,
-) -> dict[str, TensorRecord]:
-    """Record the tensors of a twin of a live model, which has the originals.
+) -> Contents:
+    """Read the contents of a twin of a live model, which has the originals.
 
     The live model says which of them are parameters, and what its preparation left of
     each. The layers that are pending are quantized one at a time.
@@ -116,20 +106,35 @@ def _tensors(
     originals = {fqn: one for fqn, one in state.items() if isinstance(one, Tensor)}
     parameters = [fqn for fqn in originals if isinstance(live.get(fqn), nn.Parameter)]
     ties = _ties({fqn: originals[fqn] for fqn in parameters})
+    pending = {fqn: layer for fqn, layer in twin.named_modules() if is_pending(layer)}
     layers = {join(fqn, "weight"): layer for fqn, layer in pending.items()}
     bar = tqdm(
         originals, desc="digest", unit="tensor", disable=not progress, leave=False
     )
-    found: dict[str, TensorRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
     for fqn in bar:
         if fqn not in layers:
-            found[fqn] = _record(
+            tensors[fqn] = _record(
                 fqn, originals[fqn], live.get(fqn), ties.get(fqn), tree, preparation
             )
         elif reads_pending:
-            found |= records_of_layer(fqn, quantized_layer(layers[fqn]))
+            tensors |= records_of_layer(fqn, quantized_layer(layers[fqn]))
 
-    return found
+    dtype = None
+    for fqn in parameters:
+        one: Any = live[fqn]
+        is_plain = one.is_floating_point() and not is_quantized_parameter(one)
+        if dtype is None and is_plain:
+            dtype = tensors[fqn].original_dtype
+
+    trained = [] if preparation is None else preparation.changes(tree).trained
+    return Contents(
+        model_record(twin, dtype),
+        tensors,
+        _adapters(tree),
+        trained=(*trained, *gathering.trained),
+        unread=frozenset() if reads_pending else frozenset(pending),
+    )
 
 
 def _record(
@@ -187,19 +192,6 @@ def records_of_layer(fqn: str, layer: nn.Module) -> dict[str, TensorRecord]:
         name: _record(name, tensor, tensor if name == fqn else None)
         for name, tensor in state.items()
     }
-
-
-def _loaded_dtype(tree: ModelTree, tensors: Mapping[str, TensorRecord]) -> str | None:
-    """Return the original dtype of the first floating parameter that is not quantized."""
-    for tensor in tree.base_tensors:
-        parameter = tensor.parameter
-        is_plain = parameter.is_floating_point() and not is_quantized_parameter(
-            parameter
-        )
-        if is_plain and tensor.fqn in tensors:
-            return tensors[tensor.fqn].original_dtype
-
-    return None
 
 
 def _adapters(tree: ModelTree) -> dict[str, dict[str, Any]]:

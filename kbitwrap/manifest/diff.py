@@ -9,7 +9,7 @@ from ..reports import Differences
 from .schema import TensorRecord
 
 Values = dict[str, dict[str, Any]]
-"""The values of tensors that are compared, by the tensors' names."""
+"""The values that are compared, by the names of tensors; those of the whole are ``""``'s."""
 
 
 class ManifestDiff(Differences):
@@ -27,55 +27,47 @@ class ManifestDiff(Differences):
 
 
 def compare(
-    header: Mapping[str, Any],
-    other_header: Mapping[str, Any],
-    tensors: Values,
-    other_tensors: Values,
-    ignored: Collection[str] = (),
+    first: Values, second: Values, ignored: Collection[str] = ()
 ) -> ManifestDiff:
     """Compare what is expected with what was found.
 
     Args:
-        header: The values expected of the whole, nested.
-        other_header: Those that were found.
-        tensors: The values expected of each tensor.
-        other_tensors: Those that were found.
-        ignored: The names of tensors, and the dotted names of values of the whole, that
-            may differ.
+        first: The values expected of each tensor; those of the whole have the name
+            ``""``.
+        second: Those that were found.
+        ignored: The names of tensors, and of values of the whole, that may differ.
 
     Returns:
         The differences.
     """
-    whole = _unequal(_flat(header), _flat(other_header))
-    different = {"": {name: whole[name] for name in whole if name not in ignored}}
-    for fqn, values in tensors.items():
-        if fqn in other_tensors and fqn not in ignored:
-            different[fqn] = _unequal(values, other_tensors[fqn])
+    different = {}
+    for fqn, one in first.items():
+        other = second.get(fqn)
+        if other is None or fqn in ignored:
+            continue
+        pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
+        for name, (expected, found) in [*pairs.items()]:
+            if expected == found or (not fqn and name in ignored):
+                del pairs[name]
+        if pairs:
+            different[fqn] = pairs
 
     return ManifestDiff(
-        {fqn: pairs for fqn, pairs in different.items() if pairs},
-        missing=tuple(fqn for fqn in tensors if fqn not in other_tensors),
-        unexpected=tuple(fqn for fqn in other_tensors if fqn not in tensors),
+        different,
+        missing=tuple(fqn for fqn in first if fqn not in second),
+        unexpected=tuple(fqn for fqn in second if fqn not in first),
     )
 
 
-def _unequal(
-    one: Mapping[str, Any], other: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ, by their names; ``None`` is not there."""
-    pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one with dotted keys, such as ``"config.precision"``."""
-    found: dict[str, Any] = {}
+def of_whole(data: Mapping[str, Any], prefix: str = "") -> Values:
+    """Return nested values of the whole by dotted names, such as ``"config.precision"``."""
+    flat: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= of_whole(value, f"{prefix}{key}.")[""]
         else:
-            found[prefix + key] = value
-    return found
+            flat[prefix + key] = value
+    return {"": flat}
 
 
 def all_values(

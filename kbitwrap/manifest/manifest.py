@@ -28,8 +28,10 @@ from ..reports import Report, first_of, shown
 from .contents import Contents, read_contents, versions
 from .diff import (
     ManifestDiff,
+    Values,
     all_values,
     compare,
+    of_whole,
     values_as_loaded,
     values_for_training,
 )
@@ -349,7 +351,9 @@ class Manifest(Report, ManifestPart):
                 stacklevel=3,
             )
 
-        differences = compare(ours, theirs, expected, found, ignored)
+        differences = compare(
+            of_whole(ours) | expected, of_whole(theirs) | found, ignored
+        )
         if differences:
             raise ManifestMismatchError(
                 f"this {contents.model['class']} is not the model that was prepared: "
@@ -369,23 +373,19 @@ class Manifest(Report, ManifestPart):
         Returns:
             How it differs from this one.
         """
-        return compare(
-            self._header(),
-            other._header(),
-            all_values(self.tensors),
-            all_values(other.tensors),
-        )
+        return compare(self._values(), other._values())
 
-    def _header(self) -> dict[str, Any]:
-        """Return all but the tensors, and what two manifests of one preparation differ in.
+    def _values(self) -> Values:
+        """Return all values but those in which two manifests of one preparation differ.
 
-        They differ in when and where they were made, their version and what memory was
+        These are when and where they were made, their version and what memory was
         measured.
         """
         where = ("version", "created", "world_size", "visible_devices", "accelerator")
         exclude: Any = dict.fromkeys((*where, "kinds", "ties", "rows"), True)
         exclude.update(before={"memory"}, after={"memory"})
-        return self.model_dump(mode="json", by_alias=True, exclude=exclude)
+        whole = self.model_dump(mode="json", by_alias=True, exclude=exclude)
+        return of_whole(whole) | all_values(self.tensors)
 
     def essence(self) -> dict[str, Any]:
         """Return the parts that training depends on, as plain JSON.
@@ -440,10 +440,11 @@ class Manifest(Report, ManifestPart):
         if expected.get("transformers") != found["transformers"]:
             ignored.append("model.config_sha256")
 
-        tensors = recorded_tensors = values_for_training(self.tensors)
+        first, second = of_whole(expected), of_whole(found)
         if recorded is not None:
-            recorded_tensors = values_for_training(recorded.tensors)
-        return compare(expected, found, recorded_tensors, tensors, ignored)
+            first |= values_for_training(recorded.tensors)
+            second |= values_for_training(self.tensors)
+        return compare(first, second, ignored)
 
     def to_json(self) -> str:
         """Write the manifest as JSON text, in ASCII: indented, one tensor a line."""

@@ -361,16 +361,13 @@ class StateOwner:
     def fields(self) -> dict[str, Any]:
         """Return the fields that hold the state."""
         fields = vars(self.holder)
-        if self.names is None:
-            return dict(fields)
-
-        return {name: fields[name] for name in self.names if name in fields}
+        names = [name for name in fields if self.names is None or name in self.names]
+        return {name: fields[name] for name in names}
 
     def replace(self, fields: dict[str, Any]) -> None:
         """Give it these fields, in their order, in place of those that hold state."""
-        names = self.names
-        own = vars(self.holder).items()
-        others = {name: one for name, one in own if names and name not in names}
+        own, state = vars(self.holder), self.fields()
+        others = {name: own[name] for name in own if name not in state}
         self.holder.__dict__ = others | fields
 
 

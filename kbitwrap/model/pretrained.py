@@ -182,7 +182,7 @@ def load_pretrained(
     elif os.path.isdir(name_or_path):
         _refuse_larger(Path(name_or_path), config)
 
-    cls = _model_class(config)
+    cls: Any = None if auto_classes else _model_class(config)
     for name in auto_classes[:1]:
         cls = getattr(transformers, name)
     try:
@@ -240,12 +240,9 @@ def unexpected_names(
     mapping = get_model_conversion_mapping(model, None, quantizer)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    places: dict[str, bool] = {}
+    places = model.state_dict(keep_vars=True)
     computed = set()
     for fqn, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                places[join(fqn, name)] = True
         for name in module._non_persistent_buffers_set:
             computed.add(last_two(join(fqn, name)))
 

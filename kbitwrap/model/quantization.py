@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import QuantKind
 from ..tensors.bits import is_composed, parts_of
@@ -169,7 +169,7 @@ def quantized_stacks(module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
 _PARAMETERS = frozenset({"Params4bit", "Int8Params"})
 
 
-def is_quantized_parameter(parameter: torch.Tensor) -> bool:
+def is_quantized_parameter(parameter: Tensor) -> bool:
     """Return whether a parameter holds quantized storage, whatever its dtype.
 
     4-bit weights can be packed into half. An 8-bit layer may keep its weight in half,
@@ -179,7 +179,7 @@ def is_quantized_parameter(parameter: torch.Tensor) -> bool:
     return _is_bitsandbytes_parameter(parameter) and not is_kept_half
 
 
-def _is_bitsandbytes_parameter(parameter: torch.Tensor) -> bool:
+def _is_bitsandbytes_parameter(parameter: Tensor) -> bool:
     """Return whether a parameter is of a class of bitsandbytes'."""
     cls: Any = type(parameter)
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class
@@ -305,7 +305,7 @@ def was_decompressed(module: nn.Module) -> bool:
     return _compressed_tensors_status(module) == "decompressed"
 
 
-def _weight_by_compressed_tensors(module: Any) -> torch.Tensor:
+def _weight_by_compressed_tensors(module: Any) -> Tensor:
     """Return the weight of a layer, compressed or not; the module stays as it is."""
     if "weight" in module._parameters:
         return module._parameters["weight"].detach()  # type: ignore[no-any-return]
@@ -322,7 +322,7 @@ def _gptqmodel_class() -> type | tuple[()]:
     return loaded_class("gptqmodel.nn_modules.qlinear", "BaseQuantLinear")
 
 
-def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
+def _weight_by_gptqmodel(module: Any) -> Tensor:
     """Return the weight of a layer of gptqmodel, for GPTQ or AWQ.
 
     ``ValueError`` is raised where its codes do not tell it.
@@ -350,7 +350,7 @@ def _weight_by_gptqmodel(module: Any) -> torch.Tensor:
         return packing.dequantize_gemm(*(fields[name] for name in names)).t()  # type: ignore[no-any-return]
 
 
-def library_dequantizer(module: nn.Module) -> Callable[[], torch.Tensor] | None:
+def library_dequantizer(module: nn.Module) -> Callable[[], Tensor] | None:
     """Return the function of another library than bitsandbytes that computes a weight.
 
     It is ``None`` where no library computes the module's weight.
@@ -424,7 +424,7 @@ def has_runtime_state(module: nn.Module) -> bool:
     return _is_of_bitsandbytes(cls, "Linear4bit", "Linear8bitLt")
 
 
-def transposed_codes(module: nn.Module) -> torch.Tensor | None:
+def transposed_codes(module: nn.Module) -> Tensor | None:
     """Return the codes of a layer of aqlm, if a run on a CPU transposed them.
 
     It does so for codebooks of 256 entries.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..tensors.bits import dense_parts, is_composed
@@ -78,14 +78,14 @@ class ParameterRecord:
         self.quant_state = None if state is None else weakref.ref(state)
         self.saw(parameter)
 
-    def expects(self, data: torch.Tensor) -> None:
+    def expects(self, data: Tensor) -> None:
         """Note that the parameter is about to get this memory.
 
         So it is found wherever that is interrupted.
         """
         self._memories.update(_memory_of(data))
 
-    def saw(self, parameter: torch.Tensor) -> None:
+    def saw(self, parameter: Tensor) -> None:
         """Note that the parameter lies in this memory now."""
         self._memories = _memory_of(parameter)
 
@@ -99,7 +99,7 @@ class ParameterRecord:
         """The keys of the memory that it was last seen in, or may have got since."""
         return tuple(self._memories)
 
-    def is_seen(self, parameter: torch.Tensor) -> bool:
+    def is_seen(self, parameter: Tensor) -> bool:
         """Return whether a parameter at one of the places is the one recorded.
 
         It has its statistics, or lies where it did.
@@ -110,7 +110,7 @@ class ParameterRecord:
 
         return key_of(parameter) in self._memories
 
-    def was_resized(self, parameter: torch.Tensor) -> bool:
+    def was_resized(self, parameter: Tensor) -> bool:
         """Return whether a parameter of the name has another number of rows.
 
         Resized embeddings have; a shard is not taken for one.
@@ -141,7 +141,7 @@ class ParameterRecord:
         return next(iter([*seen, *alike, *shards]), None)
 
 
-def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
+def _memory_of(tensor: Tensor) -> dict[Any, Any]:
     """Return the key of the memory that a tensor lies in, with weak references to it.
 
     As long as these are held, no other memory gets that key.
@@ -151,7 +151,7 @@ def _memory_of(tensor: torch.Tensor) -> dict[Any, Any]:
     return {key_of(tensor): memory}
 
 
-def key_of(tensor: torch.Tensor) -> Any:
+def key_of(tensor: Tensor) -> Any:
     """Return the key of the memory that a tensor lies in.
 
     Tensors that share memory have the same, on the meta device too.

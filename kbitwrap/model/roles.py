@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from ..tensors.dtypes import HALF_DTYPES
@@ -136,7 +136,7 @@ def heads(tree: ModelTree) -> list[Node]:
     return found
 
 
-def loses_gradients(weight: torch.Tensor) -> bool:
+def loses_gradients(weight: Tensor) -> bool:
     """Try on zeros whether a linear layer's output has no gradient for its input.
 
     The answer is false where the layer refuses these.
@@ -177,7 +177,7 @@ def returns_float32(
         device = next(copied.parameters()).device
         with fakes, torch.no_grad():
             row = torch.empty(1, 1, adapter.in_features, dtype=dtype, device=device)
-            output: torch.Tensor = type(copied).forward(copied, row)
+            output: Tensor = type(copied).forward(copied, row)
     except Exception:  # a layer that is not linear, or does not run so
         return False
 
