@@ -8,17 +8,17 @@ the tensor itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError, UnsupportedModelError
 from .bits import Layout, without_storage
 from .dtypes import HALF_DTYPES
-from .operations import written_arguments
 
 aten = torch.ops.aten
 
@@ -27,6 +27,31 @@ aten = torch.ops.aten
 _GATHERS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default}
 # Matrix products with the last argument, which can be made in pieces of its columns.
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation writes to, as its schema says; those in lists one by one.
+
+    Whether its results are views of an argument says ``func.is_view``.
+    """
+    values = []
+    for position, name in _written(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        values.append(value)
+
+    return tree_leaves(values) if values else []
+
+
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Find the positions and names of the arguments that an operation writes to."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            found.append((position, argument.name))
+
+    return found
 
 
 def _of_float32(name: str) -> Any:

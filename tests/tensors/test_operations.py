@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kbitwrap.tensors.operations import written_arguments
+from kbitwrap.tensors.upcast import written_arguments
 
 A, B = torch.ones(3), torch.ones(3)
 
