@@ -143,5 +143,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """List the public names, loaded or not."""
     return sorted({*globals(), *__all__})

@@ -212,7 +212,7 @@ def patch_peft(precision: Precision | str = "full") -> None:
 
 
 def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
-    """The functions that PEFT's modules hold under the name, each with a drop-in of its own for the precision."""
+    """Find the functions that PEFT's modules hold under the name, each with a drop-in of its own for the precision."""
     import peft
 
     drop_in = prepare_model_for_kbit_training
@@ -230,7 +230,7 @@ def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
 
 
 def _replace(functions: list[tuple[Any, Any]], places: list[dict[str, Any]]) -> None:
-    """Put each second for its first in ``places`` and in the names of all modules, loading none; note these places."""
+    """Put replacements for functions in ``places`` and in the names of all loaded modules, and note these places."""
     new = {id(old): replacement for old, replacement in functions}
     all_names = [*places]
     for module in tuple(sys.modules.values()):

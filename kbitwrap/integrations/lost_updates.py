@@ -59,7 +59,7 @@ class LostUpdates:
             self._counts[counts.device] = counts if known is None else known + counts
 
     def take(self) -> float | None:
-        """The share of the updates since the last call that were lost, from 0 to 1.
+        """Return the share of the updates since the last call that were lost, from 0 to 1.
 
         Returns:
             The share; ``None`` where there was no update.
@@ -74,6 +74,6 @@ class LostUpdates:
 
 
 def _local(tensor: Any) -> Tensor:
-    """The part of a tensor that is on this rank."""
+    """Return the part of a tensor that is on this rank."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local

@@ -8,7 +8,7 @@ _MARKS = {"_fsdp_flattened", "ds_id"}  # of FSDP1 and of ZeRO-3
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by their names of which a process may hold a part only."""
+    """Return the parameters, by their names, of which a process may hold a part only."""
     found = {}
     for fqn, parameter in model.named_parameters():
         is_d_tensor = type(parameter).__name__ == "DTensor"

@@ -119,7 +119,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._resume: Callable[[], bool] | None = None
 
     def state(self) -> dict[str, Any]:
-        """The callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
+        """Return the callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
         essence = None if self._manifest is None else self._manifest.essence()
         args = {
             "manifest_name": self.manifest_name,
@@ -327,7 +327,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._resume = prepared.suspend()
 
     def _wrapper(self, model: _Model) -> KbitPreparedModel | None:
-        """The model's wrapper; ``None`` where that is another than the one given."""
+        """Return the model's wrapper; ``None`` where that is another than the one given."""
         found = prepared_of(model)
         if self.prepared is None or found is self.prepared:
             return found
@@ -336,7 +336,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def _expected(
         self, args: TrainingArguments, state: TrainerState
     ) -> dict[str, Any] | None:
-        """The essence recorded with the checkpoint that is resumed, if there is one."""
+        """Read the essence recorded with the checkpoint that is resumed, if there is one."""
         # The states of callbacks stand by the name of their class, which may have been
         # derived from this one; those of several callbacks of one class are a list.
         for saved in vars(state)["stateful_callbacks"].values():
@@ -352,7 +352,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     def _manifest_path(
         self, args: TrainingArguments, state: TrainerState
     ) -> Path | None:
-        """The manifest in the folder that was probably resumed from, if there is one."""
+        """Find the manifest in the folder that was probably resumed from, if there is one."""
         folders = _checkpoint_folders(args, state)
         if args.resume_from_checkpoint:
             folders.insert(0, Path(args.resume_from_checkpoint))
@@ -615,7 +615,7 @@ _manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = (
 
 
 def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
-    """The manifest of a preparation; for a base that has been trained itself, the one made before training."""
+    """Return the manifest of a preparation; for a base that has been trained itself, the one made before training."""
     try:
         _manifests[prepared] = prepared.manifest()
     except ManifestError:
@@ -625,7 +625,7 @@ def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
 
 
 def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:
-    """The folders of this step's checkpoint, newest first: a hyperparameter search has one for each trial."""
+    """Find the folders of this step's checkpoint, newest first: a hyperparameter search has one for each trial."""
     pattern = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     if state.is_hyper_param_search:
         pattern = f"*/{pattern}"
@@ -635,7 +635,7 @@ def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Pa
 
 
 def _prepared(model: _Model) -> KbitPreparedModel | None:
-    """The wrapper that holds a model, unless it is suspended."""
+    """Return the wrapper that holds a model, unless it is suspended."""
     found = prepared_of(model)
     if found is None or found.state is LifecycleState.SUSPENDED:
         return None

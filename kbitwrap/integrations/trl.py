@@ -79,7 +79,7 @@ def sync_merged_weights() -> Callable[[], None]:
 
 
 def _merged_weights(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The method that takes the place of the one that merges, reads and unmerges."""
+    """Yield the merged weights: the method in the place of the one that merges, reads and unmerges."""
     prepared = prepared_of(self.model)
     if prepared is None:
         raise StateError(
