@@ -26,9 +26,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import style
 from drawn import MISTRAL, build_model
 from kbitwrap import KbitPreparedModel, Precision
-from kbitwrap.cli.base_state import ASPECTS, BaseState
 from kbitwrap.cli.console import quiet_libraries
+from kbitwrap.cli.demo import base_state, differences
 from machine import environment
+from measuring import held_bytes
 from sections import DOCS
 
 FIGURES = DOCS / "benchmarks" / "preparing.json"
@@ -99,7 +100,8 @@ def measure(shape: dict[str, Any]) -> dict[str, Any]:
     ways: dict[str, Any] = {}
     for way in WAYS:
         model: Any = build_model(shape).train()
-        base = BaseState.of(dict(model.named_modules()))
+        modules, parameters = dict(model.named_modules()), [*model.parameters()]
+        loaded, loaded_bytes = base_state(modules), held_bytes(parameters)
         if way == WAYS[0]:
             prepare(Precision.NONE, model).restore()  # what is set up once is not measured  # type: ignore[union-attr]
         prepared, points = timeline(way, model)
@@ -110,13 +112,12 @@ def measure(shape: dict[str, Any]) -> dict[str, Any]:
         peft_model.unload()
         if prepared is not None:
             prepared.restore()
-        now = base.again()
         ways[way] = {
             "bytes_over_time": points,
-            "left": {aspect: len(base.differences(now, aspect)) for aspect in ASPECTS},
-            "left_bytes": now.parameter_bytes - base.parameter_bytes,
+            "left": differences(loaded, base_state(modules)),
+            "left_bytes": held_bytes(model.parameters()) - loaded_bytes,
         }
-        del model, base, now, prepared, peft_model
+        del model, modules, parameters, loaded, prepared, peft_model
         gc.collect()
     return {"environment": environment(), "shape": shape, "ways": ways}
 

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
         >>> from kbitwrap.cli import main
-        >>> main(["demo", "--model", "/no/such/model"])
+        >>> main(["plan", "/no/such/model"])
         2
     """
     arguments = [*(sys.argv[1:] if argv is None else argv)]

@@ -1,263 +1,515 @@
-"""``kbitwrap demo``: PEFT's way and ours on the same small model, and every promise checked on the way."""
+"""``kbitwrap demo``: PEFT's way and ours on the same small model. Everything that is told was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+import hashlib
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
-from .. import Precision, PrepareConfig
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Doing,
     Result,
     expect_installed,
-    hanging,
+    quiet_libraries,
     show,
     show_json,
 )
-from .hub import working
-from .tables import Rows, table
-from .usage import (
-    BUILT_IN,
-    PRECISIONS,
-    TRAINED_QUANTS,
-    Json,
-    TrustRemoteCode,
-    choice,
-    device,
-    flag,
-    integer,
-    value,
-)
+from .tables import table
+from .usage import Json, integer, value
 
-_LEAST_PERCENT = 0.01  # that is told
-_MAX_SEED = 2**63 - 1
-_DEFAULT_PRECISION = PrepareConfig().precision.value
-_TITLES = {
-    "plan": "the bytes are those planned and predicted",
-    "numbers": 'same bits before; loss and gradients of "compute" are PEFT\'s',
-    "training": "trained: {loss}, base untouched",
-    "suspension": "suspended to generate: as loaded; then as before",
-    "restore": "restored: bits, dtypes, flags, hooks as loaded",
-    "merge": "merged: dtypes, hooks, flags as loaded, nothing in float32",
-}
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+SUMMARY = (
+    "Prepare, train and merge a small model PEFT's way and ours, and compare them."
+)
+HELP = """Prepare, train and merge a small quantized model PEFT's way and ours, side by side.
+
+A small byte-level Llama is built and loaded in nf4, once for each way. What a training step takes is predicted, and
+measured. A LoRA is trained on it, the model is suspended and restored, and compared with what was loaded. The same LoRA
+is merged in PEFT's ways and in ours, and doctor examines each merge. Runs on the CPU, and needs no network.
+
+Exit status: 0 every answer is yes, 1 one is no, 2 bad usage or bad input."""
+
+PEFT, COMPUTE, NORMS = WAYS = ("peft", "compute", "norms")
+ASPECTS = ("bytes", "dtypes", "requires_grad", "parameters", "hooks", "attributes")
+"""What ``base_state`` tells of a base."""
+_TITLE = "built-in byte-level Llama, nf4: PEFT's way and ours\n"
 _NEXT = """Next, with your own:
   kbitwrap plan MODEL --step --budget 8GiB
   kbitwrap merge ADAPTER --quant KIND --out DIR
   kbitwrap doctor DIR --adapter ADAPTER --quant KIND"""
-SUMMARY = (
-    "Prepare, train and merge a small model PEFT's way and ours, and check each step."
+_NUM_BYTES = 256  # a token is a byte
+_LENGTH = 64  # tokens of a block
+_NUM_HELD_OUT = 16  # blocks
+_BATCH_SIZE = 4
+_STEPS = 30
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
-HELP = """Prepare, train and merge a small quantized model PEFT's way and ours, side by side, and check each step.
+_ATTRIBUTES = (
+    "forward",
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_require_grads_hook",
+    "_require_grads_hooks",
+)
 
-A small model is built, loaded quantized and prepared; what a training step takes is predicted, and measured. A LoRA is
-trained on it, text is generated from it while it is suspended, the model that the LoRA makes is exported, the model is
-restored, and the LoRA is merged; the model is checked after each step. PEFT's own function then prepares the same bits,
-and takes the same steps. The same LoRA is merged in PEFT's ways, and doctor examines each merge. Needs no network. With
---model, only the merge in place is made: the others may need more disk than there is.
-
-Exit status: 0 every check passed, 1 one failed, 2 bad usage or bad input."""
-
-
-_Model = Annotated[
-    str | None,
-    value(
-        "--model",
-        "MODEL",
-        str,
-        "A causal language model to use in place of the small built-in one.",
-    ),
-]
-_Quant = Annotated[
-    str,
-    choice(
-        "--quant", TRAINED_QUANTS, "Quantization; nf4 is without double quantization."
-    ),
-]
-_Precision = Annotated[str, choice("--precision", PRECISIONS, "Where float32 is used.")]
-_Device = Annotated[
-    str | None,
-    value(
-        "--device",
-        "DEVICE",
-        device,
-        "Such as cpu or cuda:1; cuda, if there is one.",
-    ),
-]
-_Steps = Annotated[int, value("--steps", "N", integer(1), "Training steps.")]
-_Seed = Annotated[int, value("--seed", "N", integer(0, _MAX_SEED), "Random seed.")]
-_Verbose = Annotated[
-    bool, flag("--verbose", "Print the plan, the text and every check.")
-]
+_Seed = Annotated[int, value("--seed", "N", integer(0, 2**63 - 1), "Random seed.")]
 
 
-def command(
-    model: _Model = None,
-    quant: _Quant = "nf4",
-    precision: _Precision = _DEFAULT_PRECISION,
-    device: _Device = None,
-    steps: _Steps = 30,
-    seed: _Seed = 0,
-    verbose: _Verbose = False,
-    trust_remote_code: TrustRemoteCode = False,
-    json_: Json = False,
-) -> int:
-    """Run the demonstration and print what was measured. 0 if every check passed, else 1.
-
-    Raises:
-        InputError: The model or the device cannot be used.
-    """
+def command(seed: _Seed = 0, json_: Json = False) -> int:
+    """Run the demonstration and print what was measured. 0 if every answer is yes, else 1."""
     expect_installed("the demonstration", "bitsandbytes", "peft", "transformers")
-    title = f"{model or BUILT_IN}, {quant}: PEFT's way and ours\n"
-    # torch, which takes seconds to import, may refuse a device, and transformers a model
-    is_certain = model is None and device in (None, "cpu")
-    if is_certain and not json_:
-        print(title, flush=True)
-    with working(model, "importing torch", trust_remote_code) as doing:
-        from .demo_run import Demo
-
-        def begin() -> None:
-            if not is_certain and not json_:
-                with doing.aside():
-                    print(title, flush=True)
-
-        def say(text: str) -> None:
-            if verbose and not json_:
-                with doing.aside():
-                    show(text)
-                    print()
-
-        result = Demo(
-            model=model,
-            quant=quant,
-            precision=Precision(precision),
-            device=device,
-            steps=steps,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            begin=begin,
-            show=say,
-            doing=doing.now,
-        ).run()
+    if not json_:
+        print(_TITLE, flush=True)
+    with (
+        Doing("importing torch") as doing,
+        quiet_libraries(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # PEFT's, on what is done here on purpose
+        result = run(seed, doing)
     if json_:
         show_json(result)
     else:
-        _show_result(result, verbose=verbose)
+        _show(result)
     return EXIT_DONE if result["passed"] else EXIT_NO
 
 
-def _show_result(result: Result, *, verbose: bool) -> None:
-    checks = result["checks"]
-    failed = list(_failed(result))
-    parts: list[RenderableType] = [table(_sides(result), right=True)]
-    if result["merges"]:
-        parts.append(table(_merges(result["merges"])))
-    if verbose:
-        parts.append(_checks(checks))
-    elif failed:
-        parts.append(Group(*failed))
-    show(*parts, _count(result, verbose=verbose), _conclusion(result), _NEXT)
+def run(seed: int, doing: Doing) -> Result:
+    """Measure each way to prepare and to merge.
+
+    Args:
+        seed: Seed of the model, the adapters and the order of the text.
+        doing: Says what is being done.
+
+    Returns:
+        What was measured and the answers, ready for JSON.
+    """
+    import torch
+
+    started = time.perf_counter()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of a model so small, more mostly wait for one another
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder,
+        ):
+            demo = Demo(seed, Path(folder))
+            sides = {}
+            for way in WAYS:
+                doing.now(f"preparing and training: {way}")
+                sides[way] = demo.measure_side(way)
+            doing.now("merging")
+            merges = demo.measure_merges()
+    finally:
+        torch.set_num_threads(num_threads)
+    predicted = [side["predicted_bytes"] for side in sides.values()]
+    distances = sides[COMPUTE]["difference_from_peft"].values()
+    ours = (sides[COMPUTE], sides[NORMS])
+    changes = [side[when] for side in ours for when in ("suspended", "left")]
+    in_place, reloaded, export = merges
+    is_merge = export["onto"] == "trained" and not export["faults"]
+    answers = {
+        "a training step takes the bytes that were predicted": (
+            predicted == [side["step_bytes"] for side in sides.values()]
+        ),
+        'loss and gradients of "compute" are PEFT\'s, bit for bit': set(distances)
+        == {0},
+        "our base is as it was loaded, bit for bit, suspended and restored": (
+            not any(sum(counts.values()) for counts in changes)
+        ),
+        "our export loses less of the fine-tune than PEFT's merges": (
+            export["lost"] < min(in_place["lost"], reloaded["lost"])
+        ),
+        "doctor finds our export to be a merge onto the weights that were trained on": is_merge,
+    }
+    return {
+        "passed": all(answers.values()),
+        "seed": seed,
+        "answers": answers,
+        "sides": sides,
+        "merges": merges,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
 
 
-def _count(result: Result, *, verbose: bool) -> str:
-    """The line on the checks."""
-    checks = result["checks"]
-    num_passed = sum(check["passed"] for check in checks)
-    seconds = sum(result["seconds"].values())
-    more = "" if verbose else "; all: --verbose"
-    return f"{num_passed} of {len(checks)} checks passed in {seconds:.1f} s ({_fall(result)}{more})"
+class Demo:
+    """The built-in model with its text, and what was measured of PEFT's way, which ours is compared with.
+
+    Args:
+        seed: Seed of the model, the adapters and the order of the text.
+        folder: Where the model, the adapter and the merges are saved.
+    """
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from ..model.quantization import bitsandbytes_config
+
+        self.seed = seed
+        self.folder = folder
+        self.nf4 = bitsandbytes_config("nf4", torch.float32)  # fast on a CPU
+        self.blocks, self.held_out = _read_text(seed)
+        config = LlamaConfig(
+            vocab_size=_NUM_BYTES,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=_LENGTH,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "base")
+
+    def load(self, name: str = "base", quantization: Any = None) -> Any:
+        """Load a saved model, quantized or in the dtype of its files."""
+        from transformers import AutoModelForCausalLM
+
+        settings = {} if quantization is None else {"quantization_config": quantization}
+        return AutoModelForCausalLM.from_pretrained(
+            self.folder / name, dtype="auto", device_map={"": "cpu"}, **settings
+        )
+
+    def lora(self) -> Any:
+        """The config of the adapter."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+
+    def measure_side(self, way: str) -> Result:
+        """Prepare the model in one way, train a LoRA on it, and undo that.
+
+        PEFT's function has no way back: only the adapter is unloaded.
+
+        Args:
+            way: ``"peft"`` or a precision. The LoRA of ``"norms"`` is saved, and exported merged.
+
+        Returns:
+            The bytes that preparing adds and that a step takes, the distances from PEFT's numbers, and what differs
+            from the loaded model while it is suspended and in the end.
+        """
+        import torch
+        from peft import get_peft_model, prepare_model_for_kbit_training
+
+        from .. import KbitPreparedModel, predict_step
+
+        model = self.load(quantization=self.nf4)
+        predicted = predict_step(
+            model,
+            precision=way,
+            batch_size=_BATCH_SIZE,
+            seq_len=_LENGTH,
+            lora=self.lora(),
+            kernels="cpu",
+        )
+        modules = dict(model.named_modules())
+        loaded = base_state(modules)
+        loaded_bytes = sum(one.nbytes for one in model.parameters())
+
+        prepared = None
+        if way == PEFT:
+            prepare_model_for_kbit_training(model)
+        else:
+            prepared = KbitPreparedModel(model, precision=way).prepare()
+        added_bytes = sum(one.nbytes for one in model.parameters()) - loaded_bytes
+        torch.manual_seed(self.seed)
+        adapted: Any = get_peft_model(model, self.lora())
+        suspended = {}
+        if prepared is not None:
+            prepared.adopt(adapted)
+        step_bytes, difference = self._train(way, adapted)
+        if prepared is not None:
+            with prepared.suspended():
+                suspended = differences(loaded, base_state(modules))
+            if way == NORMS:
+                adapted.save_pretrained(self.folder / "adapter")
+                prepared.manifest().save(self.folder / "adapter" / "kbitwrap.json")
+                exported = self.folder / "exported"
+                prepared.export(exported, merge_adapters=True, model=adapted)
+        adapted.unload()
+        if prepared is not None:
+            prepared.restore()
+        return {
+            "added_bytes": added_bytes,
+            "predicted_bytes": predicted.peak_bytes,
+            "step_bytes": step_bytes,
+            "difference_from_peft": difference,
+            "suspended": suspended,
+            "left": differences(loaded, base_state(modules)),
+        }
+
+    def _train(self, way: str, model: Any) -> tuple[int, dict[str, float]]:
+        """Train the adapter; all ways take two steps, and the one that is merged some more.
+
+        Args:
+            way: How the model was prepared.
+            model: The model with the adapter.
+
+        Returns:
+            The most bytes of the second step, and the distances of the first from PEFT's numbers: of the loss, and the
+            largest of a gradient.
+        """
+        import torch
+
+        from .. import StepTracker
+
+        model.train()
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+        batches = self.blocks.split(_BATCH_SIZE)
+
+        def inputs(number: int) -> dict[str, Tensor]:
+            rows = batches[number]
+            return {"input_ids": rows.clone(), "labels": rows.clone()}
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        loss = model(**inputs(0)).loss
+        loss.backward()
+        gradients = [one.grad.clone() for one in trained if one.grad is not None]
+        numbers = [loss.detach(), *gradients]
+        if way == PEFT:
+            self.pefts = numbers
+        pairs = zip(numbers, self.pefts, strict=True)
+        distances = [(own - other).abs().max().item() for own, other in pairs]
+        update()
+        batch = inputs(1)
+        with StepTracker(model, optimizer, batch) as tracker:
+            model(**batch).loss.backward()
+            update()
+        for number in range(2, _STEPS if way == NORMS else 2):
+            model(**inputs(number)).loss.backward()
+            update()
+        difference = {"loss": distances[0], "gradients": max(distances[1:])}
+        return tracker.peak_bytes, difference
+
+    def measure_merges(self) -> list[Result]:
+        """Merge the adapter in PEFT's ways beside our export, and measure each.
+
+        Returns:
+            For each its name, the part of the fine-tune that is lost, KL(adapter model ‖ merged) / KL(adapter model ‖
+            base), and what doctor finds: how much of the delta is there, on which weights, and faults.
+        """
+        from peft import PeftModel
+
+        from .. import doctor
+
+        adapter = self.folder / "adapter"
+        exact = self.load(quantization=self.nf4).dequantize().float()
+        base = self._log_probabilities(exact)
+        with_adapter = PeftModel.from_pretrained(exact, adapter)
+        expected = self._log_probabilities(with_adapter)
+        for name, quantization in (("nf4", self.nf4), ("bfloat16", None)):
+            model = PeftModel.from_pretrained(
+                self.load(quantization=quantization), adapter
+            )
+            model.merge_and_unload().save_pretrained(self.folder / name)
+
+        found = []
+        names = {
+            "nf4": "merge_and_unload in nf4",
+            "bfloat16": "merge_and_unload in bfloat16",
+            "exported": "kbitwrap's export",
+        }
+        for folder, name in names.items():
+            merged = self.load(folder)
+            if getattr(merged, "is_quantized", False):
+                merged = merged.dequantize()
+            left = _divergence(expected, self._log_probabilities(merged.float()))
+            report = doctor(
+                self.folder / folder,
+                base=self.folder / "base",
+                adapter=adapter,
+                quant=self.nf4,
+            )
+            assert report.merge is not None  # base and adapter were given
+            found.append(
+                {
+                    "name": name,
+                    "lost": left / _divergence(expected, base),
+                    "kept": report.merge.kept,
+                    "onto": report.merge.onto,
+                    "faults": [fault.cause for fault in report.merge.faults],
+                }
+            )
+        return found
+
+    def _log_probabilities(self, model: Any) -> Tensor:
+        """The log-probabilities of all tokens at each place of the held-out text, float64."""
+        import torch
+
+        with torch.no_grad():
+            logits = model.eval()(input_ids=self.held_out, use_cache=False).logits
+        return torch.log_softmax(logits.double(), dim=-1).flatten(0, 1)
 
 
-def _fall(result: Result) -> str:
-    loss = result["loss"]
-    before, after = loss["held_out_before"], loss["held_out_after"]
-    return f"held-out loss {before:.2f} -> {after:.2f}"
+def _read_text(seed: int) -> tuple[Tensor, Tensor]:
+    """Read the help texts that every Python carries, as bytes in blocks: to train on, and of other topics held out."""
+    from pydoc_data.topics import topics
+
+    import torch
+
+    texts = [topics[name] for name in sorted(topics)]
+
+    def blocks(texts: list[str]) -> Tensor:
+        tokens = torch.tensor(list("\n".join(texts).encode()))
+        return tokens[: len(tokens) // _LENGTH * _LENGTH].view(-1, _LENGTH)
+
+    held_out = blocks(texts[::8])[:_NUM_HELD_OUT]
+    del texts[::8]
+    training = blocks(texts)
+    generator = torch.Generator().manual_seed(seed)
+    return training[torch.randperm(len(training), generator=generator)], held_out
 
 
-def _conclusion(result: Result) -> str:
-    """The sentences on what PEFT's way loses, and on what ours keeps."""
-    precision = result["precision"]
-    ours = f'Ours, with "{precision}",'
-    names = {"PEFT's way": "peft", ours: precision}
-    lost = {}
-    if result["merges"]:
-        lost["PEFT's way"] = _percent(result["merges"][0]["lost"])
-        lost[ours] = _percent(result["merges"][-1]["lost"])
-    sentences = []
-    for subject, name in names.items():
-        side = result["sides"][name]
-        num_left = sum(side["left"].values())
-        left = f"{num_left} things" if num_left else "nothing"
-        parts = [f"adds {side['added_bytes']:,} bytes", f"leaves {left} changed"]
-        if subject in lost:
-            parts.append(f"loses {lost[subject]} of the fine-tune in a merge")
-        *most, last = parts
-        sentences.append(f"{subject} {', '.join(most)}, and {last}.")
-    return " ".join(sentences)
+def _divergence(expected: Tensor, found: Tensor) -> float:
+    """KL(expected ‖ found) of log-probabilities, in nats, the mean over all tokens."""
+    from torch.nn import functional as F
+
+    return F.kl_div(found, expected, reduction="batchmean", log_target=True).item()
 
 
-def _sides(result: Result) -> Rows:
-    """A row for each figure that was measured, PEFT's column first."""
-    header = [f"prepared and trained on {result['device']}"]
-    added = ["bytes that preparing adds"]
-    predicted = ["bytes of a training step, predicted"]
-    step = ["bytes of a training step, measured"]
-    loss = ["first loss, distance from PEFT's"]
-    left = ["dtypes, hooks and flags left changed"]
-    for name, side in result["sides"].items():
-        is_peft = name == "peft"
-        header.append("PEFT's" if is_peft else f'"{name}"')
-        added.append(f"{side['added_bytes']:,}")
-        predicted.append(f"{side['predicted_bytes']:,}")
-        step.append(f"{side['step_bytes']:,}")
-        distance = side["difference_from_peft"]["loss"]
-        loss.append("-" if is_peft else f"{distance:.2g}")
-        left.append(str(sum(side["left"].values())))
-    return [header, added, predicted, step, loss, left]
+def base_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """Describe a base by torch alone, so that kbitwrap does not vouch for itself.
+
+    Args:
+        modules: The base's modules by name, as they were when it was loaded: an adapter wraps them, and leaves them the
+            same objects.
+
+    Returns:
+        ``{aspect: {fqn: value}}``, the aspects being ``ASPECTS``. Parameters are told apart as objects while they live.
+    """
+    found: dict[str, dict[str, Any]] = {aspect: {} for aspect in ASPECTS}
+    for prefix, module in modules.items():
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            fqn = f"{prefix}.{name}"
+            found["dtypes"][fqn] = parameter.dtype
+            found["requires_grad"][fqn] = parameter.requires_grad
+            found["parameters"][fqn] = id(parameter)
+        stored: dict[str, Any] = dict(module.named_buffers(recurse=False))
+        is_leaf = next(module.children(), None) is None
+        stored |= module.state_dict() if is_leaf else own  # all of a quantized layer
+        for name, tensor in stored.items():
+            found["bytes"][f"{prefix}.{name}"] = _digest(tensor)
+        hooks = [
+            hook for name in _HOOKS for hook in (vars(module)[name] or {}).values()
+        ]
+        found["hooks"][prefix] = [_described(hook) for hook in hooks]
+        found["attributes"][prefix] = {
+            name: _described(vars(module)[name])
+            for name in _ATTRIBUTES
+            if name in vars(module)
+        }
+    return found
 
 
-def _merges(merges: list[Result]) -> Rows:
-    """A row for each way to merge, ours last."""
-    rows = [["merged by", "fine-tune lost, by KL", "kbitwrap doctor says"]]
-    for merge in merges:
-        rows.append([merge["name"], _percent(merge["lost"]), _verdict(merge)])
-    return rows
+def differences(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
+) -> dict[str, int]:
+    """Count what differs between two states, by aspect."""
+    counts = {}
+    for aspect in ASPECTS:
+        names = before[aspect].keys() | after[aspect].keys()
+        differing = [
+            name
+            for name in names
+            if before[aspect].get(name) != after[aspect].get(name)
+        ]
+        counts[aspect] = len(differing)
+    return counts
+
+
+def _digest(value: Any) -> str:
+    """A digest of the bits of a tensor, with its dtype and shape; of another value what represents it."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    bits = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
+    digest = hashlib.sha256(bits.numpy().data).hexdigest()
+    return f"{value.dtype} {tuple(value.shape)} {digest}"
+
+
+def _described(value: Any) -> str:
+    """A hook or an attribute by what it is: a copy of a module has copies of them."""
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _show(result: Result) -> None:
+    """Print the tables, the answers, and what they come to."""
+    sides = result["sides"]
+    rows = [["prepared and trained", "PEFT's", f'"{COMPUTE}"', f'"{NORMS}"']]
+    for title, key in {
+        "bytes that preparing adds": "added_bytes",
+        "bytes of a training step, predicted": "predicted_bytes",
+        "bytes of a training step, measured": "step_bytes",
+    }.items():
+        rows.append([title, *(f"{sides[way][key]:,}" for way in WAYS)])
+    losses = [sides[way]["difference_from_peft"]["loss"] for way in (COMPUTE, NORMS)]
+    rows.append(
+        ["first loss, distance from PEFT's", "-", *(f"{loss:.2g}" for loss in losses)]
+    )
+    left = {way: _left(sides[way]["left"]) for way in WAYS}
+    rows.append(
+        ["dtypes, hooks and flags left changed", *(str(left[way]) for way in WAYS)]
+    )
+
+    merges = [["merged by", "fine-tune lost, by KL", "kbitwrap doctor says"]]
+    for merge in result["merges"]:
+        verdict = "not a merge"
+        if not merge["faults"]:
+            verdict = f"a merge, on the {merge['onto']} weights"
+        merges.append([merge["name"], _percent(merge["lost"]), verdict])
+
+    answers = [
+        Text.assemble("yes  " if is_so else ("NO   ", "bold red"), what)
+        for what, is_so in result["answers"].items()
+    ]
+    in_place, *_, export = result["merges"]
+    conclusion = (
+        f"PEFT's way adds {sides[PEFT]['added_bytes']:,} bytes, leaves {left[PEFT]} things changed, and loses "
+        f'{_percent(in_place["lost"])} of the fine-tune in a merge. Ours, with "{NORMS}", adds '
+        f"{sides[NORMS]['added_bytes']:,} bytes, leaves {left[NORMS] or 'nothing'} changed, and loses "
+        f"{_percent(export['lost'])}. ({result['seconds']} s)"
+    )
+    show(table(rows, right=True), table(merges), Group(*answers), conclusion, _NEXT)
+
+
+def _left(counts: dict[str, int]) -> int:
+    """How many dtypes, hooks and flags differ."""
+    return sum(
+        counts[key] for key in ("dtypes", "hooks", "requires_grad", "attributes")
+    )
 
 
 def _percent(part: float) -> str:
     percent = 100 * part
-    return f"{percent:.2g} %" if percent >= _LEAST_PERCENT else f"< {_LEAST_PERCENT} %"
-
-
-def _verdict(merge: Result) -> str:
-    """What doctor says of a merge, in a few words."""
-    if merge["faults"]:
-        return "not a merge"
-    return f"a merge, on the {merge['onto']} weights"
-
-
-def _checks(checks: list[Result]) -> Group:
-    rows = [("check", "measured", "result")]
-    for check in checks:
-        verdict = "pass" if check["passed"] else "FAIL"
-        rows.append((check["name"], check["measured"], verdict))
-    return table(rows)
-
-
-def _failed(result: Result) -> Iterator[RenderableType]:
-    """A line for each group of checks of which any failed, and one for each of these."""
-    for group, title in _TITLES.items():
-        checks = [check for check in result["checks"] if check["group"] == group]
-        failed = [check for check in checks if not check["passed"]]
-        if not failed:
-            continue
-        verdict = ("FAIL", "bold red")
-        wanted = title.format(loss=_fall(result))
-        yield Text.assemble(
-            verdict, f"  {wanted} ({len(failed)} of {len(checks)} checks)"
-        )
-        for check in failed:
-            yield hanging(f"{check['name']}: {check['measured']}", 8, 6)
+    return f"{percent:.2g} %" if percent >= 0.01 else "< 0.01 %"

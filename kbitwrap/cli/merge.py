@@ -154,7 +154,7 @@ def command(
 
     def merge(written: Callable[[int], None]) -> ExportReport:
         from .. import merge_checkpoint
-        from .loading import choose_device
+        from .devices import choose_device
 
         quantization = quantization_in_training(quant, dtype)
         with warnings_for(__name__) as warned:

@@ -81,7 +81,7 @@ def command(
                 f"{QUANT_BY_CONFIG}"
             )
         from .. import KbitWrapError, stamp_adapter  # not before: they load torch
-        from .loading import choose_device
+        from .devices import choose_device
 
         quantization = quantization_in_training(quant, dtype)
         try:

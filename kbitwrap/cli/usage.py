@@ -25,12 +25,10 @@ PRECISIONS = tuple(precision.value for precision in Precision)
 QUANTS = tuple(kind.value for kind in QuantKind)
 HALF_DTYPES = ("bfloat16", "float16")
 DEFAULT_QUANT = "nf4"
-BUILT_IN = "built-in byte-level Llama"  # what demo runs on by default
 KINDS_OF_4_BITS = (
     "nf4 and fp4 are without double quantization, nf4-double and fp4-double with it; "
     "load_in_4bit=True alone makes fp4"
 )
-TRAINED_QUANTS = ("nf4", "int8")  # of the models that demo trains
 # Commands of earlier versions, and what takes their place.
 GONE = {
     "bench": "its figures are measured in a checkout of the repository, by python docs/figures benchmarks"

@@ -346,7 +346,6 @@ KINDS = {
         "adapter",
         _command("merge", "{parent}/model", "{folder}", "--out", "{dst}", "--quant", "none", "--overwrite"),
     ),
-    "kbitwrap demo": Kind(3, "model", _command("demo", "--model", "{folder}", "--steps", "1")),
 }
 
 

@@ -28,7 +28,6 @@ from kbitwrap import (
     stamp_adapter,
 )
 from kbitwrap.checkpoints.inspection import inspect_checkpoint
-from kbitwrap.cli import main
 from support.thorough import few
 
 SEED = 17
@@ -157,16 +156,6 @@ def test_a_base_whose_config_is_larger_than_its_files_is_not_allocated(
 ) -> None:
     with pytest.raises(ConfigError, match="one of them is of another model"):
         _merge(base_in(tmp_path, **{key: 10**9}))
-
-
-@pytest.mark.parametrize(
-    ("key", "why"), [("num_hidden_layers", "which no model has"), ("vocab_size", "and its files hold")]
-)
-def test_the_demonstration_builds_no_model_that_is_larger_than_its_files(
-    key: str, why: str, tmp_path: Path, little_memory: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["demo", "--model", str(base_in(tmp_path, **{key: 10**9}))]) == 2
-    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

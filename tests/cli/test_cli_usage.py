@@ -56,10 +56,6 @@ WRONG = {
     f"merge {LONG} --out b": "there is no folder 'xxx",
     f"merge m --no-adapter --out {LONG}": "File name too long",
     f"plan {LONG}": "and the hub has no such names",
-    "demo --device tpu": "--device: expected one of cpu, cuda, ",
-    "demo --device cuda:x": "found 'cuda:x'",
-    "demo --model ./absent": "there is no model at './absent'",
-    "demo --steps 1.5": "--steps: expected an integer of at least 1, found '1.5'",
     "inspect": "PATH is missing",
     "inspect absent": "there is nothing at 'absent'",
     "doctor absent": "there is nothing at 'absent'",
@@ -74,6 +70,8 @@ WRONG = {
     "merge m a --out --overwrite": "--out: expected a path, found the option '--overwrite'",
     "merge m a --out .": "--out: '.' exists and is not empty; choose another folder, or add --overwrite",
     "merge m a --out typed.txt": "--out: expected a folder or nothing at 'typed.txt', found a file",
+    "merge m a --out b --device tpu": "--device: expected one of cpu, cuda, ",
+    "merge m a --out b --device cuda:x": "found 'cuda:x'",
     "merge m a --out b --max-shard-size much": "--max-shard-size: expected a number of bytes",
     "merge m a --out b --max-shard-size 0": "expected a size such as '5GB', found '0'",
     "convert --out b": "--from SRC is missing",
@@ -174,7 +172,7 @@ def test_an_unexpected_error_has_a_traceback(monkeypatch: pytest.MonkeyPatch, tm
         main(["plan", str(tmp_path)])
 
 
-@pytest.mark.parametrize("arguments", [["plan", "{}"], ["demo", "--model", "{}"], ["merge", "{}", "a", "--out", "b"]])
+@pytest.mark.parametrize("arguments", [["plan", "{}"], ["merge", "{}", "a", "--out", "b"]])
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_name_that_cannot_be_had_is_said_without_a_retry(
     arguments: list[str],
@@ -215,7 +213,7 @@ from transformers import LlamaConfig as Mine, LlamaForCausalLM as Its
 """
 
 
-@pytest.mark.parametrize("arguments", [["demo", "--model"], ["plan"], ["doctor"], ["inspect"]])
+@pytest.mark.parametrize("arguments", [["plan"], ["doctor"], ["inspect"]])
 def test_code_in_a_folder_is_not_run_and_nothing_is_asked(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,7 +233,7 @@ def test_code_that_is_trusted_is_run_and_that_is_said(capsys: pytest.CaptureFixt
     ran = tmp_path / "it ran"
     (tmp_path / "mine.py").write_text(CODE.format(str(ran)) + "raise ImportError('seen')\n")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}))
-    assert main(["demo", "--model", str(tmp_path), "--trust-remote-code"]) == 2
+    assert main(["plan", str(tmp_path), "--trust-remote-code"]) == 2
     said = f"kbitwrap: --trust-remote-code: code that {str(tmp_path)!r} brings along is run\n"
     assert capsys.readouterr().err.startswith(said)
     assert ran.exists()
