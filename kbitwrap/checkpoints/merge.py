@@ -18,8 +18,7 @@ from ..config import StrPath, format_bytes
 from ..errors import ConfigError, ExportError
 from ..export.export import save_model, why_not_streamed
 from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm
-from ..export.merge import merge_into
-from ..export.merged import Merged
+from ..export.merge import Merged, merge_into
 from ..export.ties import configs_of_all
 from ..export.twin import build_twin
 from ..export.writer import (
@@ -203,7 +202,7 @@ def merge_checkpoint(
         )
         with plain_mode():
             twin = build_twin(ModelTree(adapted))
-            merged = merge_into(twin, form=form, is_tallied=True)
+            merged = merge_into(twin, form=form, measures=True)
             if merged.note:
                 warnings.warn(merged.note, UserWarning, stacklevel=2)
             others, note = _taken_over(trained, twin.model)

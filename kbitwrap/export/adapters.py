@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ExportError
-from ..model.quantization import PEFT_MODULES
+from ..model.quantization import PEFT_MODULES, is_quantized_layer
 from ..tensors.bits import content_digest
 from ..tensors.lazy import materialize
 
@@ -55,6 +55,22 @@ class ActiveLayer:
         cls = type(self.layer)
         found = _KIND.fullmatch(f"{cls.__module__}.{cls.__name__}")
         return ".".join(found.groups()) if found else ""
+
+    @property
+    def is_for_quantized(self) -> bool:
+        """Whether its class is the one that PEFT has for bases of a library that quantizes."""
+        return type(self.layer).__module__.rpartition(".")[2] in PEFT_MODULES
+
+    @property
+    def reads_storage(self) -> bool:
+        """Whether PEFT takes what a quantized base stores for its weight.
+
+        Some methods compute the values by a layer of their own for each library, others
+        by a backend, which not every version of PEFT has.
+        """
+        has_backend = getattr(self.layer, "quantization_backend", None) is not None
+        is_quantized = is_quantized_layer(self.layer.get_base_layer())
+        return is_quantized and not self.is_for_quantized and not has_backend
 
     @property
     def variants(self) -> frozenset[str]:

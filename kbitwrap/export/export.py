@@ -33,8 +33,7 @@ from ..tensors.bits import is_composed
 from ..tensors.lazy import LazyTensor, keeping_last, materialize
 from .configs import keep_base_configs
 from .forms import MergeForm
-from .merge import merge_into
-from .merged import Merged
+from .merge import Merged, merge_into
 from .sharding import Gathering
 from .twin import build_twin, promise_adapters
 from .writer import (
@@ -80,7 +79,7 @@ def export_model(
     with plain_mode():
         tree = ModelTree(model) if preparation is None else preparation.tree()
         gathering = Gathering(tree, preparation, "export", ExportError)
-        merged = Merged((), {})
+        merged = Merged()
         with gathering.agreeing():
             refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
             if live is not model:

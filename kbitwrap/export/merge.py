@@ -7,14 +7,19 @@ rounded once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError, ExportError
+from ..model.bitsandbytes_layers import dequantized_dtype
 from ..model.quantization import is_quantized_layer, is_quantized_parameter
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import is_adapter_class
+from ..reports import TensorMeasure
 from ..tensors.dtypes import HALF_DTYPES
 from .adapters import (
     ActiveLayer,
@@ -38,9 +43,9 @@ from .forms import (
     skip_plain_layers,
     stays_quantized,
 )
-from .merged import Merged, MergedModule
-from .plain import dequantize
-from .tally import Tally
+from .merged import Sums, lazy_codes, lazy_rounded, merge_rows
+from .plain import dequantize, make_plain
+from .sums import ComparisonSums
 from .ties import configs_of_all, settle_ties
 from .twin import Twin
 
@@ -58,18 +63,191 @@ _MODEL_ATTRIBUTES = (
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 
 
+@dataclass
+class Merged:
+    """The changes that a merge makes to a twin.
+
+    Attributes:
+        fqns: The names of the modules that an adapter or a trained copy changed.
+        sums: The sums of the tensors that were computed so far, by name.
+        note: What a user should know of the form that was chosen; ``""``: nothing.
+    """
+
+    fqns: tuple[str, ...] = ()
+    sums: dict[str, ComparisonSums] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def total(self) -> ComparisonSums:
+        """The sums over all of these tensors."""
+        total = ComparisonSums()
+        for one in self.sums.values():
+            total.include(one)
+        return total
+
+    def report(self) -> dict[str, Any]:
+        """Return the fields of an `ExportReport`, once all tensors are computed."""
+        measures = {}
+        for fqn, one in self.sums.items():
+            if one.delta:
+                measures[fqn] = TensorMeasure(
+                    one.kept, one.error, one.num_bits, one.num_clipped
+                )
+
+        total = self.total
+        return {
+            "merged": self.fqns,
+            "tensors": measures,
+            "kept": total.kept if measures else None,
+            "error": total.error if measures else None,
+            "notes": (self.note,) if self.note else (),
+        }
+
+
+@dataclass
+class MergedModule:
+    """A module of the twin whose tensors are computed.
+
+    Attributes:
+        fqn: The name of the module.
+        shell: The twin's module, whose tensors are replaced.
+        original: A copy of the shell as it was.
+        is_rounded: Whether its weight, of another library than bitsandbytes, is
+            dequantized to another dtype than the merged model's.
+        copy: The active copy of ``modules_to_save``, which runs instead of the
+            original.
+        layers: PEFT's layers with active adapters, the innermost first.
+    """
+
+    fqn: str
+    shell: nn.Module
+    original: nn.Module
+    is_rounded: bool = False
+    copy: nn.Module | None = None
+    layers: list[ActiveLayer] = field(default_factory=list)
+
+    @property
+    def source(self) -> nn.Module:
+        """The module that holds the values."""
+        return self.original if self.copy is None else self.copy
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter has a part in the module."""
+        return self.copy is not None or bool(self.layers)
+
+    @property
+    def kind(self) -> Hashable:
+        """The key of modules that are alike: if one of them can be merged, all can."""
+        kinds = [(type(one.layer), one.adapters, one.variants) for one in self.layers]
+        return type(self.source), *kinds
+
+    def delta(self, name: str) -> Hashable:
+        """Identify what adapters add to a parameter, by the values of their factors.
+
+        It is ``None`` where that is not known: of methods other than plain LoRA.
+        """
+        if self.copy is not None or name != "weight":
+            return None
+
+        deltas = [one.delta for one in self.layers]
+        return None if None in deltas else (self.is_rounded, *deltas)
+
+    def try_out(self) -> None:
+        """Merge the first rows and throw them away.
+
+        `ExportError` is raised where they are not merged exactly.
+        """
+        for one in self.layers:
+            name = one.parameter or "weight"
+            if self.source._parameters.get(name) is None:
+                why = f"{type(self.source).__name__} has no parameter {name!r}"
+                raise one.refusal(why)
+            next(merge_rows(self.source, name, self.layers))
+
+    def replace_tensors(
+        self, half: torch.dtype | None, seed: int | None, sums: Sums
+    ) -> None:
+        """Replace the shell's tensors by lazy ones.
+
+        Args:
+            half: The dtype of dequantized weights that do not name a half dtype;
+                ``None``: nothing is rounded.
+            seed: The seed of the codes of a weight that stays quantized; ``None``: a
+                quantized layer becomes a plain one.
+            sums: As for `lazy_rounded`, and there where ``seed`` is.
+        """
+        if is_quantized_layer(self.original) and seed is None:
+            make_plain(self.shell)
+        parameters = vars(self.shell)["_parameters"]
+        for name, value in self.source._parameters.items():
+            if value is None:
+                continue
+            fqn = join(self.fqn, name)
+            is_quantized = is_quantized_parameter(value)
+            is_rounded = self.is_rounded and name == "weight"
+            is_adapted = any(one.parameter in (None, name) for one in self.layers)
+            if is_quantized and seed is not None:
+                assert sums is not None
+                parameters[name] = lazy_codes(
+                    fqn, self.original, self.layers, seed, sums
+                )
+            elif is_quantized or is_rounded or is_adapted or self.copy is not None:
+                # of a quantized layer, that of the plain one in its place
+                shape = (parameters[name] if is_quantized else value).shape
+                parameters[name] = lazy_rounded(
+                    fqn,
+                    self.source,
+                    name,
+                    self.layers,
+                    shape,
+                    self._dtype(name, half),
+                    copy_of=None if self.copy is None else self.original,
+                    sums=sums,
+                )
+            else:
+                parameters[name] = value
+
+        for name, buffer in self.source._buffers.items():
+            before = self.original._buffers.get(name)
+            if buffer is not None and before is not None:
+                buffer = buffer.to(before.dtype)
+            self.shell._buffers[name] = buffer
+
+    def _dtype(self, name: str, half: torch.dtype | None) -> torch.dtype:
+        """Return the dtype to round to: that of the original, or a half one."""
+        before = self.original._parameters.get(name)
+        if before is None:
+            raise ExportError(
+                f"{self.fqn}: its trained copy has a {name}, but the base has none; "
+                "export without merging",
+                fqn=self.fqn,
+            )
+
+        if half is None:
+            return torch.float32
+        if self.is_rounded and name == "weight":
+            return half
+        if not is_quantized_parameter(before):
+            return before.dtype
+
+        # PEFT quantizes what some adapters leave in float32
+        own = dequantized_dtype(self.original, before)
+        return own if own in HALF_DTYPES else half
+
+
 def merge_into(
     twin: Twin,
     adapters: Chosen = None,
     *,
     form: MergeForm | None = None,
     in_float32: bool = False,
-    is_tallied: bool = False,
+    measures: bool = False,
 ) -> Merged:
     """Make a twin, in place, the merged model in a form, which is half by default.
 
     With ``in_float32`` what is computed is not rounded: it can be compared. With
-    ``is_tallied`` what is rounded is compared with what it was rounded from, which takes
+    ``measures`` what is rounded is compared with what it was rounded from, which takes
     more time.
 
     Returns:
@@ -93,29 +271,31 @@ def merge_into(
     form.refuse_others(tree.quantization)
     size = num_bytes(twin.model) if form.merge_as == MIXED else 0
     places = [tree.places(tensor) for tensor in tree.tensors]
-    dtype = torch.float32 if in_float32 else _half_dtype(twin.model)
+    half = None if in_float32 else _half_dtype(twin.model)
     plain = _to_make_plain(twin, form, chosen)
-    rounded = dequantize(twin, dtype, plain)
-    merges = _plan(twin, dtype, plain, rounded, chosen)
-    tallies: dict[str, Tally] = {}
-    for merge in merges:
-        merge.in_float32 = in_float32
-        # Where a trained copy takes the place of a layer there are no codes to choose.
-        is_random = form.merge_as == QUANTIZED and merge.copy is None
-        if is_random and is_quantized_layer(merge.original):
-            merge.seed = form.seed
-        if is_tallied or merge.seed is not None:
-            merge.tallies = tallies
+    rounded = dequantize(twin, half or torch.float32, plain)
+    merges = _plan(twin, plain, rounded, chosen)
 
     # Refusals come before anything is written: one layer of each kind is tried out.
     for merge in {merge.kind: merge for merge in reversed(merges)}.values():
         merge.try_out()
 
+    sums: dict[str, ComparisonSums] = {}
     for merge in merges:
-        merge.replace_tensors()
+        # Where a trained copy takes the place of a layer there are no codes to choose.
+        is_layer = merge.copy is None and is_quantized_layer(merge.original)
+        seed = form.seed if form.merge_as == QUANTIZED and is_layer else None
+        is_measured = measures or seed is not None
+        merge.replace_tensors(half, seed, sums if is_measured else None)
 
     shared = [group for group in places if len(group) > 1]
-    settle_ties(twin.model, shared, merges)
+    merge_of = {id(merge.shell): merge for merge in merges}
+
+    def delta_of(module: nn.Module, name: str) -> Hashable:
+        merge = merge_of.get(id(module))
+        return None if merge is None else merge.delta(name)
+
+    settle_ties(twin.model, shared, delta_of)
     left = quantized_modules(twin.model)
     note = ""
     if not left:
@@ -126,7 +306,7 @@ def merge_into(
         skip_plain_layers(twin.model, left)
 
     fqns = [merge.fqn for merge in merges if merge.is_adapted]
-    return Merged(tuple(fqns), tallies, note)
+    return Merged(tuple(fqns), sums, note)
 
 
 def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module]:
@@ -184,7 +364,6 @@ def _refuse_unknown(twin: Twin, chosen: Chosen) -> None:
 
 def _plan(
     twin: Twin,
-    dtype: torch.dtype,
     plain: set[nn.Module],
     rounded: set[int],
     chosen: Chosen,
@@ -196,9 +375,8 @@ def _plan(
     merges: dict[int, MergedModule] = {}
 
     def merge_of(fqn: str, shell: nn.Module) -> MergedModule:
-        made = MergedModule(
-            fqn, shell, shallow_copy(shell), dtype, id(shell) in rounded
-        )
+        original = shallow_copy(shell)
+        made = MergedModule(fqn, shell, original, id(shell) in rounded)
         return merges.setdefault(id(shell), made)
 
     for peeled in twin.peeled:

@@ -1,297 +1,450 @@
-"""The tensors of one module of the merged model.
+"""The tensors of a merged model, computed when they are read.
 
-They are computed when they are read: dequantized, merged in float32 with the adapters
-on the module, and rounded once.
+`merge_rows` has the formula: the base in float32, plus what PEFT's own layers add. The
+sum is rounded once, to the dtype of the base or to the codes of a layer that stays
+quantized.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ExportError
-from ..model.bitsandbytes_layers import STATISTICS, Rows, dequantized_dtype
+from ..model.bitsandbytes_layers import (
+    STATISTICS,
+    Rows,
+    codes_of,
+    dequantizer,
+    quantized_layer,
+)
 from ..model.quantization import is_quantized_layer, is_quantized_parameter
-from ..model.tree import join
-from ..reports import TensorMeasure
-from ..tensors.dtypes import HALF_DTYPES
-from ..tensors.lazy import LazyTensor
-from .adapted import AdaptedTensor
+from ..model.tree import shallow_copy
+from ..tensors.codes import RandomNumbers
+from ..tensors.lazy import LazyTensor, values_of
 from .adapters import ActiveLayer, refuse_infinite
-from .plain import is_transposed, make_plain, parameter_of
-from .requantize import requantize
-from .tally import Tally
+from .float32 import (
+    Float32Layer,
+    float32_module,
+    lay_over,
+    merges_by_rows,
+    probe_of,
+)
+from .plain import is_transposed, parameter_of, plain_layer
+from .sums import ComparisonSums
+
+# The float32 values of a block of rows. Merging it takes several times these bytes, and
+# some time whatever its size.
+_BLOCK_BYTES = 4 << 20
+# The elements that are compared or rounded to codes at once: whole bytes of codes, whole
+# words of random numbers, and few enough for a CPU's cache.
+_SUMMED_AT_ONCE, _ROUNDED_AT_ONCE = 1 << 15, 1 << 18
+# The largest difference allowed between what a layer and its merge compute, relative to
+# the largest output, adapted or not. Rounding in float32 stays below it; half a unit in
+# the last place of float16, the finer half dtype, is 2**-12.
+_TOLERANCE = 2.0**-15
+_MOST_ROUNDED = 2.0**-7  # of the largest value, by rounding to half
+_MOST_CLIPPED = 1e-3  # of a weight's elements, beyond the codes of their groups
+_OF_STORAGE = (
+    "PEFT computes with what a quantized layer stores as though it were its weight: "
+    "train this method on a base that is not quantized"
+)
+_REMEDY = "merge it as 'mixed' or 'half'"
+Sums = dict[str, ComparisonSums] | None
+"""The sums of the tensors that were computed, by name; ``None``: nobody wants any."""
 
 
-@dataclass
-class Merged:
-    """The changes that a merge makes to a twin.
+# --------------------------------------------------------------------------------------
+# The formula.
+# --------------------------------------------------------------------------------------
 
-    Attributes:
-        fqns: The names of the modules that an adapter or a trained copy changed.
-        tallies: The sums of the tensors that were computed so far, by name.
-        note: What a user should know of the form that was chosen; ``""``: nothing.
+
+def merge_rows(
+    module: nn.Module,
+    name: str,
+    layers: Sequence[ActiveLayer],
+    *,
+    whole: bool = False,
+) -> Iterator[tuple[Rows, Tensor, Tensor]]:
+    """Merge adapters into a parameter of a module, a few rows at a time.
+
+    Args:
+        module: The base's module. The weight of a layer of bitsandbytes has the shape
+            ``(out_features, in_features)``.
+        name: The parameter.
+        layers: PEFT's layers around the module, the innermost first.
+        whole: Take all rows at once.
+
+    Yields:
+        Rows, or ``...`` for all; their values in the base, in the dtype that they are
+        stored in or dequantized to; and the merged values in float32, which are the
+        base's own where there is no adapter.
     """
+    layers = [one for one in layers if one.parameter in (None, name)]
+    # computes in float32 what the module does; without values where it is quantized
+    plain = module
+    if is_quantized_layer(module):
+        plain = plain_layer(module, as_linear=True)
 
-    fqns: tuple[str, ...]
-    tallies: dict[str, Tally]
-    note: str = ""
+    # A layer that adapts the module merges all of its parameters at once.
+    adapts_module = any(one.parameter is None for one in layers)
+    readers = {}
+    for other, parameter in module._parameters.items():
+        if other == name or (adapts_module and parameter is not None):
+            readers[other] = _row_reader(module, other)
 
-    @property
-    def total(self) -> Tally:
-        """The sums over all of these tensors."""
-        total = Tally()
-        for tally in self.tallies.values():
-            total.delta += tally.delta
-            total.off += tally.off
-            total.off_along += tally.off_along
+    if layers:
+        with _refusing(layers[0]):
+            _refuse_base(module, layers[0])
 
-        return total
+    shapes = [parameter_of(plain, other).shape for other in readers]
+    copies: list[Float32Layer] = []
+    for rows in [...] if whole else _blocks(module, layers, shapes):
+        read = {other: reader(rows) for other, reader in readers.items()}
+        base = read[name]
+        if not layers:
+            yield rows, base, base
+            continue
 
-    def report(self) -> dict[str, Any]:
-        """The fields of an `ExportReport` for what was merged, once all is computed."""
-        measures = {}
-        for fqn, tally in self.tallies.items():
-            if not tally.delta:
-                continue
-            measures[fqn] = TensorMeasure(
-                tally.kept, tally.error, tally.num_bits, tally.num_clipped
-            )
+        if not copies:
+            for one in layers:
+                with _refusing(one):
+                    copies.append(Float32Layer(one, base.device))
 
-        total = self.total
-        return {
-            "merged": self.fqns,
-            "tensors": measures,
-            "kept": total.kept if measures else None,
-            "error": total.error if measures else None,
-            "notes": (self.note,) if self.note else (),
+        # copied even if float32 already: it is merged in place
+        values = {
+            other: one.to(torch.float32, copy=True) for other, one in read.items()
         }
+        del read
+        merged = _merge(float32_module(plain, values), copies, rows)
+        del values
+        yield rows, base, parameter_of(merged, name).detach()
+        del base, merged  # as is that of all that follows from these rows
 
 
-@dataclass
-class MergedModule:
-    """How the tensors of one module of the twin are computed.
+@torch.no_grad()
+def _merge(base: nn.Module, copies: Sequence[Float32Layer], rows: Rows) -> nn.Module:
+    """Merge PEFT's layers into some rows of a float32 base by their own method.
 
-    Attributes:
-        fqn: The name of the module.
-        shell: The twin's module, whose tensors are replaced.
-        original: A copy of the shell as it was.
-        dtype: The dtype of dequantized weights, where these do not name a half dtype.
-        is_rounded: Whether the dequantized weight is computed in another one.
-        copy: The active copy of ``modules_to_save``, which runs instead of the
-            original.
-        layers: PEFT's layers with active adapters, the innermost first.
-        in_float32: Whether the result is not rounded.
-        seed: The seed of the codes of a weight that stays quantized; ``None`` where it
-            becomes a plain one.
-        tallies: The sums of the tensors that were computed, by name; ``None`` where
-            they are not wanted.
+    What results must compute what the layers do over the base: both are run on a probe.
     """
+    layers = [copied.take(rows) for copied in copies]
+    outermost = copies[-1].one
+    # A parameter that is adapted by name is not that of a layer that could be run by
+    # itself.
+    is_compared = all(copied.one.parameter is None for copied in copies)
+    # PEFT's methods may draw random numbers.
+    with torch.random.fork_rng(devices=[]):
+        if is_compared:
+            with _refusing(outermost):
+                probe = probe_of(base)
+                unadapted = base(probe)
+                expected = _adapted(base, layers, probe, unadapted, copies[0].one)
 
-    fqn: str
-    shell: nn.Module
-    original: nn.Module
-    dtype: torch.dtype
-    is_rounded: bool = False
-    copy: nn.Module | None = None
-    layers: list[ActiveLayer] = field(default_factory=list)
-    in_float32: bool = False
-    seed: int | None = None
-    tallies: dict[str, Tally] | None = None
+        merged = base
+        for copied, layer in zip(copies, layers, strict=True):
+            with _refusing(copied.one):
+                adapted = lay_over(merged, layer)
+                names = adapted._active_adapter
+                adapted.merge(safe_merge=False, adapter_names=names)
+                merged = adapted.get_base_layer()
 
-    @property
-    def source(self) -> nn.Module:
-        """The module that holds the values."""
-        return self.original if self.copy is None else self.copy
+        if is_compared:
+            with _refusing(outermost):
+                _compare(merged(probe), expected, unadapted)
 
-    @property
-    def is_adapted(self) -> bool:
-        """Whether an adapter has a part in the module."""
-        return self.copy is not None or bool(self.layers)
+    return merged
 
-    @property
-    def kind(self) -> Hashable:
-        """The key of modules that are alike: if one of them can be merged, all can."""
-        kinds = [(type(one.layer), one.adapters, one.variants) for one in self.layers]
-        return type(self.source), *kinds
 
-    def delta(self, name: str) -> Hashable:
-        """Identify what adapters add to a parameter, by the values of their factors.
+def _adapted(
+    base: nn.Module,
+    layers: Sequence[Any],
+    probe: Tensor,
+    unadapted: Tensor,
+    innermost: ActiveLayer,
+) -> Tensor:
+    """Compute the output of PEFT's layers, one over the other, for a probe.
 
-        It is ``None`` where that is not known: of methods other than plain LoRA.
-        """
-        if self.copy is not None or name != "weight":
-            return None
-
-        deltas = [one.delta for one in self.layers]
-        return None if None in deltas else (self.is_rounded, *deltas)
-
-    def try_out(self) -> None:
-        """Merge the first block and throw the result away.
-
-        `ExportError` is raised where that is not exact.
-        """
-        for one in self.layers:
-            name = one.parameter or "weight"
-            if self.source._parameters.get(name) is None:
-                why = f"{type(self.source).__name__} has no parameter {name!r}"
-                raise one.refusal(why)
-            next(self._blocks(name, self._tensor(name)))
-
-    def replace_tensors(self) -> None:
-        """Replace the shell's tensors by lazy ones.
-
-        A quantized layer becomes a plain one, unless it stays quantized.
-        """
-        if is_quantized_layer(self.original) and self.seed is None:
-            make_plain(self.shell)
-        parameters = vars(self.shell)["_parameters"]
-        for name, value in self.source._parameters.items():
-            if value is not None and self._stays_quantized(value):
-                parameters[name] = self._lazy_codes(value)
-            elif value is not None:
-                is_computed = self._is_computed(name, value)
-                parameters[name] = self._lazy(name) if is_computed else value
-
-        for name, buffer in self.source._buffers.items():
-            before = self.original._buffers.get(name)
-            if buffer is not None and before is not None:
-                buffer = buffer.to(before.dtype)
-            self.shell._buffers[name] = buffer
-
-    def _is_computed(self, name: str, value: Tensor) -> bool:
-        """Whether the merged model has another tensor for a parameter of the source."""
-        if self.copy is not None or is_quantized_parameter(value):
-            return True
-        is_adapted = any(one.parameter in (None, name) for one in self.layers)
-        return is_adapted or self._is_rounded(name)
-
-    def _lazy(self, name: str) -> Tensor:
-        """The tensor that the merged model has for a parameter of the source.
-
-        It gives its values in pieces where the rows of these are the blocks' rows.
-        """
-        shape, pieces = self._tensor_shape(name), None
-        if not self._is_transposed(name):
-            pieces = functools.partial(self._pieces, name)
-        compute = functools.partial(self._compute, name)
-        return LazyTensor(shape, self._dtype(name), compute, pieces, is_own=True)
-
-    def _stays_quantized(self, value: Tensor) -> bool:
-        return self.seed is not None and is_quantized_parameter(value)
-
-    def _lazy_codes(self, weight: Tensor) -> Tensor:
-        """A quantized weight with other codes, and with the statistics that it has."""
-        assert self.seed is not None
-        fqn = join(self.fqn, "weight")
-        tally = Tally()
-        if self.tallies is not None:
-            self.tallies[fqn] = tally
-        compute = functools.partial(
-            requantize, fqn, self.original, self.layers, self.seed, tally
+    Their base is known to give ``unadapted`` for it, and does not compute that again.
+    """
+    if not isinstance(unadapted, Tensor):
+        raise TypeError(
+            f"{type(base).__name__} returns no tensor that PEFT could add to, but a "
+            f"{type(unadapted).__name__}: leave it out of the adapter (exclude_modules)"
         )
-        codes = LazyTensor(weight.shape, weight.dtype, compute, is_own=True)
-        for name in STATISTICS:
-            if name in vars(weight):
-                vars(codes)[name] = vars(weight)[name]
-        return codes
 
-    def _tensor_shape(self, name: str) -> torch.Size:
-        """The shape of a parameter in the plain model."""
-        parameter = parameter_of(self.source, name)
-        if is_quantized_parameter(parameter):
-            parameter = parameter_of(self.shell, name)  # by now the plain layer's
-        return parameter.shape
+    known = shallow_copy(base)
+    if innermost.reads_storage:  # whoever does gets no numbers
+        weight = base.get_parameter("weight")
+        unknown = weight.new_full((1,), math.nan).expand(weight.shape)
+        known._parameters["weight"] = nn.Parameter(unknown, requires_grad=False)
 
-    def _dtype(self, name: str) -> torch.dtype:
-        """The original's dtype, which is rounded to."""
-        before = self.original._parameters.get(name)
-        if before is None:
-            raise ExportError(
-                f"{self.fqn}: its trained copy has a {name}, but the base has none; "
-                "export without merging",
-                fqn=self.fqn,
-            )
+    def forward(given: Tensor) -> Tensor:  # may be written to
+        return unadapted.clone() if given is probe else base(given)
 
-        if self.in_float32:
-            return torch.float32
+    vars(known)["forward"] = forward
+    adapted: Any = known
+    for layer in layers:
+        adapted = lay_over(adapted, layer)
 
-        if self._is_rounded(name):
-            return self.dtype
+    output: Tensor = adapted(probe)
+    return output
 
-        if not is_quantized_parameter(before):
-            return before.dtype
 
-        # PEFT quantizes what some adapters leave in float32
-        own = dequantized_dtype(self.original, before)
-        return own if own in HALF_DTYPES else self.dtype
+def _compare(found: Tensor, expected: Tensor, unadapted: Tensor) -> None:
+    """Raise unless two outputs are the same but for rounding.
 
-    def _is_rounded(self, name: str) -> bool:
-        """Whether a weight of another library than bitsandbytes has to be rounded."""
-        return self.is_rounded and name == "weight"
+    Others refuse weights that are not finite, which are let through here.
+    """
+    if not torch.isfinite(found).all():
+        return
 
-    def _is_transposed(self, name: str) -> bool:
-        """Whether rows of what is computed are columns of the plain model's tensor."""
-        return name == "weight" and is_transposed(self.source)
+    if not torch.isfinite(expected).all():
+        raise ValueError(_OF_STORAGE)
 
-    def _tensor(self, name: str) -> AdaptedTensor:
-        return AdaptedTensor(self.source, name, self.layers)
+    difference = float((found - expected).abs().max())
+    largest = float(max(unadapted.abs().max(), expected.abs().max()))
+    if not difference <= _TOLERANCE * largest:
+        raise ValueError(
+            f"the merged layer computes another output (off by {difference:.1e}, the "
+            f"largest is {largest:.1e})"
+        )
 
-    @torch.no_grad()
-    def _compute(self, name: str) -> Tensor:
-        """A parameter of the plain model, in memory of its own.
 
-        It has the plain module's layout and the original dtype.
-        """
-        tensor = self._tensor(name)
-        # Where each block can take the place of what it is computed from, it does.
+@contextlib.contextmanager
+def _refusing(one: ActiveLayer) -> Iterator[None]:
+    """Turn errors into `ExportError`, which names the layer and its adapters.
+
+    One that says itself what is in the way, such as a base that changed, stays as it is.
+    """
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        why: object = error
+        if one.reads_storage and type(error) is RuntimeError:  # torch's, of shapes
+            why = f"{_OF_STORAGE} ({error})"
+        raise one.refusal(why) from error
+
+
+def _refuse_base(module: nn.Module, one: ActiveLayer) -> None:
+    """Raise for a module whose weight alone does not say what it computes.
+
+    One that holds others, as attention does, computes with the weights of these.
+    """
+    if module._modules and one.parameter is None:
+        raise ValueError(
+            f"it adapts several modules of {type(module).__name__} at once"
+        )
+    if vars(module).get("max_norm") is not None:
+        raise ValueError(
+            "the embedding renormalizes the rows that it looks up (max_norm)"
+        )
+
+
+def _blocks(
+    module: nn.Module,
+    layers: Sequence[ActiveLayer],
+    shapes: Sequence[torch.Size],
+) -> list[Rows]:
+    """Return the rows to merge at once: all of them where they cannot be merged apart."""
+    num_values = sum(shape.numel() for shape in shapes)
+    num_bytes = num_values * torch.float32.itemsize
+    if num_bytes <= _BLOCK_BYTES or len({shape[:1] for shape in shapes}) > 1:
+        return [...]
+
+    num_rows = shapes[0][0]
+    if not all(merges_by_rows(one, module, num_rows) for one in layers):
+        return [...]
+
+    step = max(_BLOCK_BYTES * num_rows // num_bytes, 1)
+    starts = range(0, num_rows, step)
+    return [slice(start, min(start + step, num_rows)) for start in starts]
+
+
+def _row_reader(module: nn.Module, name: str) -> Callable[[Rows], Tensor]:
+    """Return a function that reads rows of a module's parameter, dequantized."""
+    parameter = parameter_of(module, name)
+    if is_quantized_parameter(parameter):
+        return dequantizer(module)
+    return values_of(parameter).__getitem__
+
+
+# --------------------------------------------------------------------------------------
+# Rounded once.
+# --------------------------------------------------------------------------------------
+
+
+def lazy_rounded(
+    fqn: str,
+    module: nn.Module,
+    name: str,
+    layers: Sequence[ActiveLayer],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    *,
+    copy_of: nn.Module | None = None,
+    sums: Sums = None,
+) -> LazyTensor:
+    """Make the tensor that a merged model has for a parameter, rounded to a dtype.
+
+    It gives its values in pieces where the rows of these are the blocks' rows.
+
+    Args:
+        fqn: The name of the tensor.
+        module: The base's module, or a trained copy of it.
+        name: The parameter.
+        layers: As for `merge_rows`.
+        shape: The shape of the tensor.
+        dtype: The dtype; float32 rounds nothing.
+        copy_of: The module that ``module`` is a trained copy of.
+        sums: Takes the sums over what is added and what rounding takes.
+    """
+    is_adapted = copy_of is not None or bool(layers)
+    is_turned = name == "weight" and is_transposed(module)
+
+    def blocks(source: nn.Module = module) -> Iterator[tuple[Rows, Tensor]]:
+        own = None
+        if sums is not None and is_adapted:
+            own = sums[fqn] = ComparisonSums(8 * dtype.itemsize)
+        read_original = None if copy_of is None else _row_reader(copy_of, name)
+
+        for rows, base, value in merge_rows(source, name, layers):
+            rounded = value.to(dtype)
+            if is_adapted:
+                refuse_infinite(fqn, value, rounded)
+            if own is not None:
+                before = base if read_original is None else read_original(rows)
+                _add_in_parts(own, before, value, rounded)
+            del base, value
+            yield rows, rounded
+            del rounded  # its memory is free while the next rows are merged
+
+    def compute() -> Tensor:
+        source = module
         whole = None
-        if tensor.is_own:
-            whole = tensor.base(...).to(self._dtype(name)).contiguous()
+        parameter = parameter_of(module, name)
+        if isinstance(parameter, LazyTensor) and parameter.is_own:
+            # Nobody else reads these values: each block takes the place of its own.
+            values = values_of(parameter)
+            source = shallow_copy(module)
+            vars(source)["_parameters"][name] = values
+            whole = values.to(dtype).contiguous()
 
-        for rows, block in self._blocks(name, tensor):
+        for rows, block in blocks(source):
             if whole is None:
-                whole = block.new_empty(tensor.shape)
+                whole = block.new_empty(shape[::-1] if is_turned else shape)
             whole[rows] = block
+            del block
 
         assert whole is not None
-        return whole.t() if self._is_transposed(name) else whole
+        return whole.t() if is_turned else whole
 
-    def _pieces(self, name: str) -> Iterator[Tensor]:
-        """The same values as those of ``_compute``, block by block."""
-        for _, block in self._blocks(name, self._tensor(name)):
+    def pieces() -> Iterator[Tensor]:
+        for _, block in blocks():
             yield block
+            del block
+
+    return LazyTensor(shape, dtype, compute, None if is_turned else pieces, is_own=True)
+
+
+def _add_in_parts(
+    sums: ComparisonSums, before: Tensor, value: Tensor, rounded: Tensor
+) -> None:
+    """Add a block to sums, a few values at a time: an expert is a good part of a tensor."""
+    parts = [one.reshape(-1).split(_SUMMED_AT_ONCE) for one in (before, value, rounded)]
+    for base, exact, result in zip(*parts, strict=True):
+        sums.add(exact - base.float(), result.float() - exact)
+
+
+# --------------------------------------------------------------------------------------
+# Rounded to codes.
+# --------------------------------------------------------------------------------------
+
+
+def lazy_codes(
+    fqn: str,
+    module: nn.Module,
+    layers: Sequence[ActiveLayer],
+    seed: int,
+    sums: dict[str, ComparisonSums],
+) -> LazyTensor:
+    """Make a quantized weight with other codes, and with the statistics that it has.
+
+    What the adapters add to a value is added to what its code stands for, and rounded
+    at random (`Codes.round_at_random`). The numbers follow from the weight's name and a
+    seed: it can be computed again.
+
+    Args:
+        fqn: The name of the weight.
+        module: The layer as its base is.
+        layers: As for `merge_rows`.
+        seed: The seed.
+        sums: Takes the sums over what is added and what rounding takes.
+    """
+    stored = module.get_parameter("weight")
 
     @torch.no_grad()
-    def _blocks(
-        self, name: str, tensor: AdaptedTensor
-    ) -> Iterator[tuple[Rows, Tensor]]:
-        """Compute a parameter in its original dtype, a few rows at a time, or whole.
+    def compute() -> Tensor:
+        layer = quantized_layer(module)
+        weight = layer.get_parameter("weight")
+        codes = codes_of(layer)
+        if codes is None:
+            raise ExportError(
+                f"{fqn} has no codes (has_fp16_weights): merge it as 'half'", fqn=fqn
+            )
 
-        What an adapter adds is tallied block by block.
-        """
-        dtype = self._dtype(name)
-        # a trained copy is compared with what it is a copy of
-        before = tensor
-        if self.copy is not None:
-            before = AdaptedTensor(self.original, name)
-        tally = None
-        if self.is_adapted and self.tallies is not None:
-            tally = Tally(num_bits=8 * dtype.itemsize)
-            self.tallies[join(self.fqn, name)] = tally
+        random = RandomNumbers(fqn, seed)
+        own = sums[fqn] = ComparisonSums(8 // codes.per_byte)
+        rounded: list[Tensor] = []
+        start = 0
+        # each block has to begin with a byte
+        plain = plain_layer(layer, as_linear=True)
+        whole = parameter_of(plain, "weight").shape[1] % codes.per_byte != 0
+        for _, base, value in merge_rows(layer, "weight", layers, whole=whole):
+            before = base.float()
+            if start == 0:
+                _refuse_other_codes(fqn, before, codes.values_of(0, before.numel()))
+            refuse_infinite(fqn, value, value)
+            delta = value.sub_(before).flatten()
+            for part in delta.split(_ROUNDED_AT_ONCE):
+                result = codes.round_at_random(start, part, random)
+                start += len(part)
+                own.add(part, result.off)
+                own.num_clipped += result.num_clipped
+                rounded.append(result.stored)
 
-        for rows in tensor.blocks():
-            value = tensor.merged(rows)
-            rounded = value.to(dtype)
-            if self.is_adapted:
-                refuse_infinite(join(self.fqn, name), value, rounded)
-            if tally is not None:
-                tally.add(before.base(rows), value, rounded)
+        share = own.num_clipped / start
+        if share > _MOST_CLIPPED:
+            raise ExportError(
+                f"{fqn}: {share:.2%} of the merged weights are beyond the range of their "
+                "quantization, whose statistics stay the base's: the delta is too large "
+                f"for them; {_REMEDY}",
+                fqn=fqn,
+            )
 
-            del value
-            yield rows, rounded
+        return torch.cat(rounded).view(weight.dtype).view(weight.shape)
+
+    made = LazyTensor(stored.shape, stored.dtype, compute, is_own=True)
+    for name in STATISTICS:
+        if name in vars(stored):
+            vars(made)[name] = vars(stored)[name]
+    return made
+
+
+def _refuse_other_codes(fqn: str, first: Tensor, values: Tensor) -> None:
+    """Raise where a layer computes with other values than its codes stand for."""
+    off = values.view_as(first) - first
+    if off.abs().max() > _MOST_ROUNDED * first.abs().max():
+        raise ExportError(
+            f"{fqn}: bitsandbytes computes other values on {first.device.type} than the "
+            "codes and scales stand for, as it does where a row is no multiple of a "
+            f"block; {_REMEDY}",
+            fqn=fqn,
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,6 @@ from torch import nn
 from ..model.records import Place
 from ..tensors.bits import content_digest
 from ..tensors.lazy import LazyTensor, materialize, values_of
-from .merged import MergedModule
 from .plain import parameter_of
 
 Places = list[list[Place]]
@@ -25,24 +24,23 @@ _FLAG = "tie_word_embeddings"
 
 
 def settle_ties(
-    model: nn.Module, places: Places, merges: Sequence[MergedModule]
+    model: nn.Module,
+    places: Places,
+    delta_of: Callable[[nn.Module, str], Hashable],
 ) -> None:
     """Tie again the weights that were tied, if all are still equal.
 
     Otherwise all of them are untied, in the configs too. Weights to which one delta is
-    added are equal, though the products that compute it may be rounded apart.
+    added are equal, though the products that compute it may be rounded apart:
+    ``delta_of`` identifies that of a module's parameter, or is ``None``.
     """
-    merge_of = {id(merge.shell): merge for merge in merges}
     is_untied = False
     for group in places:
         tensors = [parameter_of(module, name) for module, name in group]
         different = {id(tensor): tensor for tensor in tensors}.values()
         if len(different) == 1:
             continue
-        deltas = set()
-        for module, name in group:
-            merge = merge_of.get(id(module))
-            deltas.add(None if merge is None else merge.delta(name))
+        deltas = {delta_of(module, name) for module, name in group}
         if None in deltas or len(deltas) > 1:
             digests = {content_digest(materialize(tensor)) for tensor in different}
             if len(digests) > 1:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
-import kbitwrap.export.adapted as adapted_module
+import kbitwrap.export.merged as merged_module
 import kbitwrap.model.bitsandbytes_layers as layers_module
 import kbitwrap.tensors.bits as bits_module
 from kbitwrap import ConfigError, ManifestMismatchError, doctor, merge_checkpoint, stamp_adapter
@@ -256,7 +256,7 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
 ) -> None:
     # As few values at a time as of tensors that are a hundred times as large.
     monkeypatch.setattr(layers_module, "_AT_ONCE", 1 << 14)
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(bits_module, "_PIECE", 1 << 16)
     config = transformers.LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, vocab_size=512

@@ -19,7 +19,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-import kbitwrap.export.adapted as adapted_module
+import kbitwrap.export.merged as merged_module
 from kbitwrap import ExportError, KbitPreparedModel
 from support import forks, pages, training, zoo
 from support.files import tensors_of
@@ -36,13 +36,13 @@ ARCHITECTURES = list(zoo.ARCHITECTURES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 3000)
 
 
 @pytest.fixture
 def whole_layers(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge small layers whole, as they are outside of these tests."""
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 1 << 20)
 
 
 def is_quantized(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-import kbitwrap.export.adapted as adapted_module
+import kbitwrap.export.merged as merged_module
 from kbitwrap import KbitPreparedModel, merge_checkpoint
 from support import training, zoo
 from support.files import tensors_of
@@ -26,7 +26,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 3000)
 
 
 def head_and_embeddings(model: PreTrainedModel) -> tuple[nn.Parameter, nn.Parameter]:

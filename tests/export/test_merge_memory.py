@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import kbitwrap.export.adapted as adapted_module
+import kbitwrap.export.merged as merged_module
 from kbitwrap import ExportReport, KbitPreparedModel
 from support.layers import LARGE_LAYERS, LORA, adapted_layers
 from support.memory import allocations, peak
@@ -23,7 +23,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 3000)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
@@ -37,7 +37,7 @@ def test_two_tensors_are_in_memory_at_most(
 ) -> None:
     width, tensor = 512, 2 * 512 * 512
     # In as many blocks as a layer of 4096 times 4096 elements.
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * width * width // 32)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 4 * width * width // 32)
     wrapper = KbitPreparedModel(adapted_layers(kind, width, **options), gradient_checkpointing=False)
     reports: list[ExportReport] = []
     sizes = allocations(lambda: reports.append(wrapper.export(tmp_path / "merged", merge_adapters=True)))
@@ -51,7 +51,7 @@ def test_codes_take_the_memory_of_two_half_tensors_at_most(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width, tensor = 1024, 2 * 1024 * 1024
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * width * width // 64)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 4 * width * width // 64)
     layers = adapted_layers(kind, width, **LORA)
     with torch.no_grad():
         for name, parameter in layers.named_parameters():

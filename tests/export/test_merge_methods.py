@@ -14,7 +14,7 @@ from peft import get_peft_model
 from peft.helpers import DoraCaching
 from torch import nn
 
-import kbitwrap.export.adapted as adapted_module
+import kbitwrap.export.merged as merged_module
 from kbitwrap import ExportError, KbitPreparedModel
 from support import training, zoo
 from support.files import tensors_of
@@ -29,13 +29,13 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 3000)
 
 
 @pytest.fixture
 def whole_layers(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge small layers whole, as they are outside of these tests."""
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 1 << 20)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import transformers
 from peft import PeftModel, get_peft_model
 from torch import nn
 
-import kbitwrap.export.adapted as adapted_module
-import kbitwrap.export.layers as layers_module
+import kbitwrap.export.merged as merged_module
 from kbitwrap import ExportError, KbitPreparedModel
 from support import training, zoo
 from support.files import tensors_of
@@ -26,7 +25,7 @@ from support.snapshot import Snapshot
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge layers as small as these by rows too, in a few blocks."""
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 3000)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -112,10 +111,10 @@ def test_what_cannot_be_merged_exactly_is_refused_by_name(case: str, tmp_path: P
 def exported_by_rows(config: peft.PeftConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Export what is merged in several blocks a layer; the rows of each module in which a merge was compared."""
     compared: list[int] = []
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 16 * 64 * 4)
-    probe = layers_module.probe_of
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 16 * 64 * 4)
+    probe = merged_module.probe_of
     monkeypatch.setattr(
-        layers_module, "probe_of", lambda plain: [compared.append(plain.weight.shape[0]), probe(plain)][1]
+        merged_module, "probe_of", lambda plain: [compared.append(plain.weight.shape[0]), probe(plain)][1]
     )
     adapted = adapted_llama(config)
     jitter(adapted)
@@ -144,8 +143,16 @@ def test_a_block_that_is_merged_wrongly_is_refused(block: int, tmp_path: Path, m
 
 
 def test_values_that_a_merge_left_of_earlier_rows_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HiRA's keeps the base of the rows that it merged first, and merges others into that."""
-    monkeypatch.setattr(layers_module, "shallow_copy", lambda module: module)
+    """As HiRA's would, which keeps its base: that of the rows that it merged first, without a copy for each block."""
+    merge, bases = peft.tuners.hira.layer.Linear.merge, []
+
+    def keeping(layer: Any, *args: Any, **kwargs: Any) -> None:
+        base = layer.get_base_layer()
+        bases.append(base.weight.data.clone())
+        base.weight.data.copy_(bases[-2] if len(bases) > 2 else bases[-1])
+        merge(layer, *args, **kwargs)
+
+    monkeypatch.setattr(peft.tuners.hira.layer.Linear, "merge", keeping)
     with pytest.raises(ExportError, match="the merged layer computes another output"):
         exported_by_rows(peft.HiraConfig(target_modules=TARGETS), tmp_path / "merged", monkeypatch)
 

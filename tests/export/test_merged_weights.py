@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import LlamaForCausalLM
 
-import kbitwrap.export.adapted as adapted_module
+import kbitwrap.export.merge as merge_module
 import kbitwrap.export.merged as merged_module
 from kbitwrap import (
     ConfigError,
@@ -117,14 +117,16 @@ def test_stacks_of_adapted_experts_are_in_order_and_computed_twice_at_most(
     config = peft.LoraConfig(target_modules=[], target_parameters=stacks, init_lora_weights=False)
     peft.get_peft_model(wrapper.model, config)
     computed: list[str] = []
-    compute = merged_module.MergedModule._compute
+    make = merge_module.lazy_rounded
 
-    def counting(merge: Any, parameter: str) -> torch.Tensor:
-        computed.append(f"{merge.fqn}.{parameter}")
-        return compute(merge, parameter)
+    def counting(fqn: str, *args: Any, **options: Any) -> lazy.LazyTensor:
+        made = make(fqn, *args, **options)
+        compute = made._compute
+        made._compute = lambda: [computed.append(fqn), compute()][1]
+        return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(merged_module.MergedModule, "_compute", counting)
+        patch.setattr(merge_module, "lazy_rounded", counting)
         for _ in wrapper.merged_weights():
             pass
     assert {*stacks} <= {*computed}
@@ -225,7 +227,7 @@ def test_two_tensors_are_in_memory_at_most_beside_the_last(
 ) -> None:
     width, tensor = 512, 2 * 512 * 512
     # as many blocks as a layer of 4096 times 4096 elements
-    monkeypatch.setattr(adapted_module, "_BLOCK_BYTES", 4 * width * width // 32)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 4 * width * width // 32)
     model = adapted_layers(kind, width, **options).get_base_model()
     wrapper = KbitPreparedModel(model, gradient_checkpointing=False, precision=precision).prepare()
     sizes: list[int] = []

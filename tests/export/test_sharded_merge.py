@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-import kbitwrap.export.adapted as adapted_module
+import kbitwrap.export.merged as merged_module
 from kbitwrap import KbitPreparedModel
 from support import forks, zoo
 from support.engines import ENGINES, copy_adapters, fsdp1_of_peft, fsdp2, load_for_fsdp2
@@ -252,7 +252,7 @@ def test_rank_0_may_take_a_few_weights_only() -> None:
 def hold_little(rank: int, join: forks.Join, folder: Path) -> None:
     width, tensor = 512, 2 * 512 * 512
     # In as many blocks as a layer of 4096 times 4096 elements.
-    adapted_module._BLOCK_BYTES = 4 * width * width // 32
+    merged_module._BLOCK_BYTES = 4 * width * width // 32
     layers = adapted_layers("nf4", width, **LORA)
     wrapper = KbitPreparedModel(layers, gradient_checkpointing=False).prepare()
     with join():
