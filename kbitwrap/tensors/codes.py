@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-_NUM_BYTES = 1 << 8
 # The part of its scale that the largest of a group may lose without being counted.
 # Those at the ends cannot grow; rounding to 4 bits is off by as much there.
 _MOST_BEYOND = 1 / 8
@@ -45,8 +44,7 @@ class RandomNumbers:
         return numbers.add_(0.5).mul_(2**-16)
 
 
-@dataclass(frozen=True)
-class Rounded:
+class Rounded(NamedTuple):
     """Some elements of a weight, rounded to codes.
 
     Attributes:
@@ -246,98 +244,59 @@ class TableCodes(Codes):
         super().__init__(stored, values, scales, group_size)
         # A place is that of a code in the order of values.
         self._in_order, names = values.sort()
-        places = names.argsort()
+        self._code_at = names.to(torch.uint8)
+        self._place_of = names.argsort().int()
 
-        # The steps from each value upwards and downwards. Beyond the ends it is as far
-        # as is not counted.
+        # The inverse of the step from each value upwards and downwards. Beyond the ends
+        # it is as far as is not counted.
         steps = self._in_order.diff()
         end = steps.new_tensor([_MOST_BEYOND])
-        above = torch.cat([steps, end])
-        below = torch.cat([end, steps])
+        self._per_step_up = 1 / torch.cat([steps, end])
+        self._per_step_down = 1 / torch.cat([end, steps])
 
-        byte = torch.arange(_NUM_BYTES, device=values.device)
-        codes = torch.stack([byte >> _HALF_BYTE, byte & 0x0F], dim=1)
-        in_bytes = places[codes]
-        self._of_codes = _ByByte(values[codes])
-        self._above = _ByByte(1 / above[in_bytes])
-        self._below = _ByByte(1 / below[in_bytes])
-        self._places = _ByByte(in_bytes.to(torch.int8))
-        self._bytes = self._bytes_of_places(names)
+    def _codes_in(self, stored: Tensor) -> Tensor:
+        halves = torch.stack([stored >> _HALF_BYTE, stored & 0x0F], dim=1)
+        return halves.flatten().int()
 
     def _values_in(self, stored: Tensor) -> Tensor:
-        return self._of_codes.of(stored.int())
+        return self._values.index_select(0, self._codes_in(stored))
 
     def _add(
         self, stored: Tensor, added: Tensor, numbers: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        indices = stored.int()
+        codes = self._codes_in(stored)
+        places = self._place_of.index_select(0, codes)
         # The way is counted in steps. Nearly all are shorter than one.
-        way = self._above.of(indices).mul_(added.clamp(min=0))
-        way += self._below.of(indices).mul_(added.clamp(max=0))
+        way = self._per_step_up.index_select(0, places).mul_(added.clamp(min=0))
+        way += self._per_step_down.index_select(0, places).mul_(added.clamp(max=0))
         shortest, longest = way.aminmax()
         far = None
         if max(-shortest, longest) > 1:
             [far] = (way.abs() > 1).nonzero(as_tuple=True)
 
         way += numbers
-        places = self._places.of(indices)
-        places += way.round_().to(torch.int8)
+        places += way.round_().int()
 
         num_clipped = 0
-        values = self._of_codes.of(indices)
+        values = self._values.index_select(0, codes)
         if far is not None:
             sums = values[far] + added[far]
             num_clipped = self._num_clipped(sums)
             places[far] = self._places_around(sums, numbers[far])
 
-        rounded = self._pack(places)
-        change = self._values_in(rounded).sub_(values)
-        return rounded, change, num_clipped
+        # beyond the last code at the last
+        places.clamp_(0, len(self._in_order) - 1)
+        change = self._in_order.index_select(0, places).sub_(values)
+        rounded = self._code_at.index_select(0, places).view(-1, 2)
+        first, second = rounded.unbind(1)
+        return first << _HALF_BYTE | second, change, num_clipped
 
     def _places_around(self, sums: Tensor, numbers: Tensor) -> Tensor:
-        """The places of sums that are more than a step away from their code."""
+        """Return the places of sums that are more than a step away from their code."""
         last = len(self._in_order) - 1
         upper = torch.bucketize(sums, self._in_order).clamp_(1, last)
         lower = upper - 1
         value = self._in_order[lower]
         step = self._in_order[upper] - value
         is_upper = numbers + 0.5 < (sums - value) / step
-        return (lower + is_upper).to(torch.int8)
-
-    def _bytes_of_places(self, names: Tensor) -> Tensor:
-        """The byte that holds the codes of two places, which are the bytes of an index."""
-        number = len(names)
-        every = torch.arange(number)
-        pairs = torch.cartesian_prod(every, every)
-        indices = pairs.to(torch.uint8).view(torch.int16)
-        codes = names.cpu()[pairs]
-        upper_half = codes[:, 0] << _HALF_BYTE
-        packed = upper_half | codes[:, 1]
-        table = torch.zeros(number * _NUM_BYTES, dtype=torch.uint8)
-        table[indices.flatten().long()] = packed.to(torch.uint8)
-        return table.to(names.device)
-
-    def _pack(self, places: Tensor) -> Tensor:
-        """The bytes that hold the codes at some places, beyond the last at the last."""
-        places.clamp_(0, len(self._in_order) - 1)
-        indices = places.view(torch.int16).int()
-        return self._bytes.index_select(0, indices)
-
-
-class _ByByte:
-    """The two entries of a table for each byte.
-
-    Both are gathered as one number, in a fourth of the time of a row of two.
-
-    Args:
-        entries: Of shape ``(256, 2)``, in float32 or int8.
-    """
-
-    def __init__(self, entries: Tensor) -> None:
-        self._dtype = entries.dtype
-        pair = torch.int64 if entries.dtype == torch.float32 else torch.int16
-        self._table = entries.contiguous().view(pair).view(-1)
-
-    def of(self, indices: Tensor) -> Tensor:
-        """The entries of some bytes, which are int32: flat."""
-        return self._table.index_select(0, indices).view(self._dtype)
+        return (lower + is_upper).int()
