@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,15 +102,29 @@ def read_adapter(folder: Path) -> SavedAdapter:
         raise ConfigError(
             f"{os.fspath(path)!r}: {_BASE}: expected a name or a path, found {shown(named)}"
         )
-    _refuse_many_layers(saved)
-    _refuse_large_ranks(saved)
+    _refuse_larger(saved)
     _refuse_unknown_keys(saved)
     _layout_of(saved, "")
     return saved
 
 
-def _refuse_large_ranks(saved: SavedAdapter) -> None:
-    """Raise for a rank that no tensor has: as much would be allocated before it is compared."""
+def _refuse_larger(saved: SavedAdapter) -> None:
+    """Raise for layers and ranks that no tensor has: they would be made before anything is compared."""
+    ranges = saved.config.get("layer_replication") or ()
+    most = max(_MOST_LAYERS, len(saved.tensors))
+    try:
+        num_layers = sum(end - start for start, end in ranges)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the config of {saved.name}: layer_replication: expected pairs of layer numbers, found {shown(ranges)}"
+        ) from error
+
+    if num_layers > most or len(ranges) > most:
+        raise ConfigError(
+            f"the config of {saved.name} replicates layers into {num_layers:,} (layer_replication), and its "
+            f"{len(saved.tensors):,} tensors are of no such model"
+        )
+
     ranks = [saved.config.get(key) for key in _RANKS]
     by_layer = saved.config.get("rank_pattern")
     if isinstance(by_layer, dict):
@@ -120,34 +134,11 @@ def _refuse_large_ranks(saved: SavedAdapter) -> None:
     for stored in saved.tensors.values():
         sizes += stored.shape
 
-    largest = max(sizes)
-
     for rank in ranks:
-        if isinstance(rank, (int, float)) and rank > largest:
+        if isinstance(rank, (int, float)) and rank > max(sizes):
             raise ConfigError(
                 f"{saved.name} has a rank of {shown(rank)}, and no such tensor"
             )
-
-
-def _refuse_many_layers(saved: SavedAdapter) -> None:
-    """Raise for a replication into layers that have no tensors: each is a copy that takes time."""
-    ranges = saved.config.get("layer_replication")
-    if not ranges:
-        return
-
-    try:
-        num_layers = sum(end - start for start, end in ranges)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the config of {saved.name}: layer_replication: expected pairs of layer numbers, found {shown(ranges)}"
-        ) from error
-
-    most = max(_MOST_LAYERS, len(saved.tensors))
-    if num_layers > most or len(ranges) > most:
-        raise ConfigError(
-            f"the config of {saved.name} replicates layers into {num_layers:,} (layer_replication), and its "
-            f"{len(saved.tensors):,} tensors are of no such model"
-        )
 
 
 def _refuse_unknown_keys(saved: SavedAdapter) -> None:
@@ -189,7 +180,7 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
 
 
 def _layout_of(saved: SavedAdapter, parameter: str) -> str:
-    """How the columns of ``lora_B`` lie for a stack of experts.
+    """Return how the columns of ``lora_B`` lie for a stack of experts.
 
     Raise `ConfigError` where it is a way that is not known.
     """
@@ -215,9 +206,9 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
 
 
 def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
-    """The model with the adapter on it.
+    """Put an adapter on a model, and return the adapted model.
 
-    Every tensor saved has its place there, and every place its tensor.
+    Raise where a tensor saved has no place there, or a place no tensor.
     """
     import peft
     from peft import PeftModel, get_peft_model_state_dict
@@ -283,8 +274,11 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
 
     missing = set(loaded.missing_keys)
     read = {state[key].data_ptr() for key in state.keys() - missing}
-    renamed = [name for name in places if name not in given]
-    absent = [name for name in renamed if places[name].data_ptr() not in read]
+    absent = []
+    for name, tensor in places.items():
+        if name not in given and tensor.data_ptr() not in read:
+            absent.append(name)
+
     if absent:
         raise ConfigError(
             f"{saved.name} lacks tensors of this base ({first_of(sorted(absent))}): give the base that was trained on, "
@@ -294,13 +288,17 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
     for layer in adapted.modules():
         name = parameter_name(layer)
         if name is not None and _layout_of(saved, name) == _BY_EXPERT:
-            _lay_by_rank(layer)
+            for factor in layer.lora_B.values():
+                # PEFT reads the columns by rank
+                weight = factor.weight
+                by_expert = weight.data.unflatten(1, (layer.num_experts, -1))
+                weight.data = by_expert.transpose(1, 2).flatten(1)
 
     return adapted  # type: ignore[no-any-return]
 
 
 def vocabulary_layers(model: Any) -> list[nn.Module]:
-    """A model's embeddings and head, as far as it has them."""
+    """Return a model's embeddings and head, as far as it has them."""
     try:
         layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     except (AttributeError, NotImplementedError):
@@ -330,7 +328,7 @@ def _no_place(saved: SavedAdapter, names: list[str]) -> ConfigError:
 
 
 def _is_same(there: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor of a model has the value that was loaded into it, in its own dtype."""
+    """Return whether a tensor of a model has the value that was loaded into it, in its own dtype."""
     expected = value.to(there)
     return there.shape == value.shape and torch.allclose(
         there, expected, rtol=0, atol=0, equal_nan=True
@@ -340,14 +338,16 @@ def _is_same(there: torch.Tensor, value: torch.Tensor) -> bool:
 def _names_of_single_experts(model: nn.Module, saved: SavedAdapter) -> str:
     """Say which names are of layers of single experts, where the base has stacks of them; ``""`` where none are."""
     modules = {fqn for fqn, _ in model.named_modules()}
-    has_stacks = any(fqn.endswith(".experts") for fqn in modules)
+    if not any(fqn.endswith(".experts") for fqn in modules):
+        return ""
+
     names = []
     for name in saved.tensors:
         fqn, _, _ = canonical_fqn(name).partition(".lora_")
         if _EXPERT.search(fqn) and fqn not in modules:
             names.append(name)
 
-    if not names or not has_stacks:
+    if not names:
         return ""
 
     return (
@@ -356,24 +356,23 @@ def _names_of_single_experts(model: nn.Module, saved: SavedAdapter) -> str:
     )
 
 
-def _lay_by_rank(layer: Any) -> None:
-    """Lay the columns of ``lora_B`` as PEFT reads them, where they lie by expert."""
-    for factor in layer.lora_B.values():
-        weight = factor.weight
-        by_expert = weight.data.unflatten(1, (layer.num_experts, -1))
-        weight.data = by_expert.transpose(1, 2).flatten(1)
-
-
 def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
     """Raise for an adapter on stacks of experts where another PEFT, or another library, laid them out otherwise."""
     import peft
+
+    targets = saved.config.get("target_parameters")
+    if not isinstance(targets, list):
+        return
 
     version = saved.config.get("peft_version")
     origin = saved.config.get("auto_mapping")
     is_unsloths = isinstance(origin, dict) and "unsloth_fixed" in origin
     is_told = _LAYOUT_OF_B in saved.config or _DETAIL in saved.config
+    ends = tuple(f".{target}" for target in targets)
+    for stack, parameter in model.named_parameters():
+        if parameter.dim() != 3 or not f".{stack}".endswith(ends):
+            continue
 
-    for stack, is_transposed in _adapted_stacks(model, saved):
         if is_unsloths and not is_told:
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, and it is not known how its lora_B lies: it was "
@@ -381,9 +380,10 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
                 f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
             )
 
+        module = model.get_submodule(stack.rpartition(".")[0])
+        is_transposed = bool(getattr(module, "is_transposed", False))
         then = _exchanges(version, is_transposed)
-        now = _exchanges(peft.__version__, is_transposed)
-        if then != now:
+        if then != _exchanges(peft.__version__, is_transposed):
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, where PEFT {version or 'before 0.18'}, which "
                 f"saved it, takes its input for its output, other than the installed PEFT {peft.__version__}: "
@@ -391,25 +391,8 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
             )
 
 
-def _adapted_stacks(
-    model: nn.Module, saved: SavedAdapter
-) -> Iterator[tuple[str, bool]]:
-    """The stacks of experts that an adapter targets, by their fqns, and whether they lie transposed."""
-    targets = saved.config.get("target_parameters")
-    if not isinstance(targets, list):
-        return
-
-    ends = tuple(f".{target}" for target in targets)
-    for fqn, parameter in model.named_parameters():
-        is_target = f".{fqn}".endswith(ends)
-        if is_target and parameter.dim() == 3:
-            path, _, _ = fqn.rpartition(".")
-            module = model.get_submodule(path)
-            yield fqn, bool(getattr(module, "is_transposed", False))
-
-
 def _exchanges(version: Any, is_transposed: bool) -> bool:
-    """Whether a version of PEFT takes the second dimension of a stack for its output, not for its input."""
+    """Return whether a version of PEFT takes the second dimension of a stack for its output, not for its input."""
     numbers = [int(text) for text in re.findall(r"\d+", str(version))[:3]]
     if numbers < [0, 19, 0]:
         return False

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import StrPath
-from ..errors import ConfigError, ManifestMismatchError
+from ..errors import ConfigError
 from ..manifest.manifest import Manifest
 from ..manifest.pending import BaseCheck
 from ..model.bitsandbytes_layers import is_pending
@@ -36,17 +36,16 @@ from ..model.quantization import (
     SKIPPED_LAYERS,
     is_of_another_library,
     is_quantized_parameter,
-    kind_of,
 )
 from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from .adapters import SavedAdapter, vocabulary_layers, with_adapter
+from .base_quantization import OF_BASE, QUANTIZATION, UNKNOWN, BaseQuantization
 from .reader import (
     StoredTensor,
     load_manifest,
-    recorded_quantization,
     recorded_shapes,
     saved_manifest,
 )
@@ -59,9 +58,6 @@ _TASKS = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
-QUANTIZATION = "how the base was quantized in training"
-"""The words for it in a manifest that was made afterwards and does not know it."""
-_COMPUTE_DTYPE = "bnb_4bit_compute_dtype"
 _IN_CACHE = "models--"  # begins the name of a repository's folder in the hub's cache
 _MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -92,7 +88,7 @@ class TrainedBase:
     contradiction: str
 
     def unexpected_parts(self) -> list[str]:
-        """The parts of a model that the unexpected tensors are of: the shortest names that none of the model has."""
+        """Return the parts that the unexpected tensors are of: the shortest names that none of the model's has."""
         modules = [name for name, _ in self.model.named_modules()]
         parts: dict[str, None] = {}
         for name in self.unexpected:
@@ -116,7 +112,7 @@ def load_base(
     source: StrPath,
     saved: SavedAdapter | None,
     manifest: Manifest | None,
-    quantization_config: Any = None,
+    quantization: BaseQuantization,
     dtype: Any = None,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
@@ -128,11 +124,6 @@ def load_base(
     On a CPU, its layers of bitsandbytes may be left pending: quantized whenever their
     weights are read. Who lets them be, reads them, and calls ``finish_check`` then.
     """
-    if os.path.isfile(source):
-        raise ConfigError(
-            f"cannot load a model from the file {os.fspath(source)!r}: give its folder"
-        )
-
     config = read_config(source, trust_remote_code)
     layer_types = getattr(config.get_text_config(), "layer_types", None)
     if layer_types and saved is not None and saved.config.get("layer_replication"):
@@ -142,7 +133,16 @@ def load_base(
             "saved"
         )
 
-    settings = _quantization(source, config, quantization_config, manifest, saved)
+    if quantization.source == UNKNOWN:
+        raise ConfigError(
+            f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
+            "give the manifest of the run, or the quantization (quantization_config; False for none)"
+        )
+
+    settings: dict[str, Any] | None = None  # loading reads the base's own
+    if quantization.config and quantization.source != OF_BASE:
+        settings = {**quantization.config}
+
     shapes = {} if saved is None else _shapes_in(saved)
     if manifest is not None:
         shapes.update(recorded_shapes(manifest))
@@ -173,14 +173,20 @@ def load_base(
         source, settings, dtype, device, *options, is_pending=is_pending
     )
 
-    is_quantized = getattr(config, "quantization_config", None) is not None
     unexpected = _unexpected_tensors(source, model)
     num_rows = _num_rows(model)
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
-    _fill_with_nan(model, unknown)
+    for fqn, start in unknown.items():
+        tensor = operator.attrgetter(fqn)(model)
+        if tensor.is_floating_point():  # so that nothing computes with them unseen
+            tensor.data[start:] = torch.nan
+
     check = None
-    if manifest is not None and _is_comparable(manifest, settings):
+    # A manifest that does not know the quantization records the base unquantized.
+    if manifest is not None and (
+        settings is None or QUANTIZATION not in manifest.unknown
+    ):
         check = BaseCheck(manifest, model, unknown)
 
     contradiction = _contradiction(model, own_classes, num_rows, unexpected)
@@ -191,13 +197,13 @@ def load_base(
         unknown,
         check,
         unexpected,
-        is_quantized and not dtypes <= {*HALF_DTYPES, torch.float32},
+        quantization.source == OF_BASE and not dtypes <= {*HALF_DTYPES, torch.float32},
         contradiction,
     )
 
 
 def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
-    """The tensors in the files of a base that a model of it has no place for, by name.
+    """Find the tensors in the files of a base that a model of it has no place for, by name.
 
     Of a model that is a part of the base, those of other parts are not among them.
     """
@@ -220,7 +226,7 @@ def _contradiction(
     num_rows: set[int],
     unexpected: Mapping[str, StoredTensor],
 ) -> str:
-    """Why tensors that a model has no place for do not belong to it; ``""`` where they do.
+    """Say why tensors that a model has no place for do not belong to it; ``""`` where they do.
 
     A model that generates text is a part of one that does, too.
     """
@@ -240,7 +246,7 @@ def _contradiction(
 def _is_read_as_it_is(
     source: StrPath, config: Any, settings: dict[str, Any] | None, dtype: Any
 ) -> bool:
-    """Whether bitsandbytes is to quantize weights that the files hold in the dtype of the run.
+    """Return whether bitsandbytes is to quantize weights that the files hold in the dtype of the run.
 
     Others would be converted before, and all be in memory.
     """
@@ -255,24 +261,8 @@ def _is_read_as_it_is(
     return max(num_bytes, key=num_bytes.__getitem__, default=None) == wanted
 
 
-def _fill_with_nan(model: nn.Module, unknown: Mapping[str, int]) -> None:
-    """Write NaN into rows that the files do not hold, so that nothing computes with them unseen."""
-    for fqn, start in unknown.items():
-        tensor = operator.attrgetter(fqn)(model)
-        if tensor.is_floating_point():
-            tensor.data[start:] = torch.nan
-
-
-def _is_comparable(manifest: Manifest, settings: dict[str, Any] | None) -> bool:
-    """Whether a manifest records a base as it is loaded with these settings.
-
-    One that does not know the quantization records the base unquantized.
-    """
-    return settings is None or QUANTIZATION not in manifest.unknown
-
-
 def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
-    """The base that an adapter's config names, or else its manifest.
+    """Return the base that an adapter's config names, or else its manifest.
 
     Raise `ConfigError` where neither does.
     """
@@ -282,34 +272,30 @@ def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
         record = given or saved_manifest(saved.folder)
         name = None if record is None else record.model.name_or_path
 
-    if not isinstance(name, str) or not name:
+    if not name:
         raise ConfigError(
             f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "
             "trained on"
         )
 
-    return name
+    return str(name)
 
 
 def other_named_base(saved: SavedAdapter, source: StrPath) -> str | None:
-    """The base that an adapter's config names, where that is another than the given one.
+    """Return the base that an adapter's config names, where that is another than the given one.
 
     A copy in a folder of the same name is taken for the same.
     """
-    named = saved.config.get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
+    named: str | None = saved.config.get("base_model_name_or_path")
+    if not named or os.path.realpath(named) == os.path.realpath(source):
         return None
 
-    given = os.fspath(source)
-    is_same_folder = os.path.realpath(named) == os.path.realpath(given)
-    if is_same_folder or name_of_base(named) == name_of_base(given):
-        return None
-
-    return named
+    is_same = name_of_base(named) == name_of_base(os.fspath(source))
+    return None if is_same else named
 
 
 def name_of_base(source: str) -> str:
-    """The last part of the name of a base, or of the path of its folder.
+    """Return the last part of the name of a base, or of the path of its folder.
 
     A folder in the hub's cache has the name of its repository.
     """
@@ -320,133 +306,21 @@ def name_of_base(source: str) -> str:
     return os.path.basename(os.path.abspath(source))
 
 
-def own_quantization(source: StrPath, trust_remote_code: bool = False) -> Any:
-    """The quantization config of a base that was saved quantized, or ``None``."""
-    config = read_config(source, trust_remote_code)
-    return getattr(config, "quantization_config", None)
-
-
-def is_told(
-    source: StrPath,
-    saved: SavedAdapter | None,
-    manifest: Manifest | None,
-    trust_remote_code: bool = False,
-) -> bool:
-    """Whether the run's files or the base's say how the base was quantized in training."""
-    if manifest is not None and QUANTIZATION not in manifest.unknown:
-        return True
-
-    if saved is not None and saved.config_of_model:
-        return True
-
-    return own_quantization(source, trust_remote_code) is not None
-
-
-def _quantization(
-    source: StrPath,
-    config: Any,
-    given: Any,
-    manifest: Manifest | None,
-    saved: SavedAdapter | None,
-) -> dict[str, Any] | None:
-    """The quantization config to load a base with.
-
-    ``None`` where it has its own, or none.
-    """
-    if hasattr(given, "to_dict"):
-        given = given.to_dict()
-
-    if given not in (None, False) and not isinstance(given, dict):
-        raise ConfigError(
-            "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
-            f"None, found {given!r}"
-        )
-
-    own = getattr(config, "quantization_config", None)
-    if own is not None:  # loading takes this one, whatever else is given
-        _refuse_other_quantization(f"the base {os.fspath(source)!r}", own, given)
-        return None
-
-    if manifest is not None and QUANTIZATION not in manifest.unknown:
-        if given is None:
-            return recorded_quantization(manifest)
-        _refuse_other_kind(manifest, given or {})
-        return _in_recorded_dtype(manifest, given) if given else None
-
-    if saved is not None and saved.config_of_model:
-        beside: dict[str, Any] = saved.config_of_model["quantization_config"]
-        _refuse_other_quantization(
-            f"the config.json beside {saved.name}", beside, given
-        )
-        return beside
-
-    if given is None:
-        raise ConfigError(
-            f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
-            "give the manifest of the run, or the quantization (quantization_config; False for none)"
-        )
-
-    return given or None
-
-
-def _refuse_other_kind(manifest: Manifest, given: Mapping[str, Any]) -> None:
-    """Raise, before anything is loaded, where a manifest records another kind of quantization than was given."""
-    recorded = kind_of(manifest.model.quantization.config)
-    found = kind_of(given)
-    if None in (recorded, found) or recorded == found:
-        return  # other settings are compared after loading
-
-    raise ManifestMismatchError(
-        f"the manifest records {recorded} as the quantization of the base in training, and {found} was given",
-        different={"": {"quantization": (recorded, found)}},
-    )
-
-
-def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were given, with the run's dtype to compute in, which changes no weight."""
-    settings = dict(given)
-    settings.pop(_COMPUTE_DTYPE, None)
-    recorded = manifest.model.quantization.config.get(_COMPUTE_DTYPE)
-    if recorded is not None:
-        settings[_COMPUTE_DTYPE] = recorded
-
-    return settings
-
-
-def _refuse_other_quantization(
-    holder: str, recorded: Mapping[str, Any], given: Any
-) -> None:
-    """Raise where a base was quantized otherwise than given."""
-    differing = [
-        f"{name}: {recorded[name]!r}, given: {value!r}"
-        for name, value in (given or {}).items()
-        if value is not None
-        and value != recorded.get(name, value)
-        and find_dtype(value) is None
-    ]
-    if given is False or differing:
-        raise ConfigError(
-            f"{holder} has a quantization of its own, and it is not the one given "
-            f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
-            "that was trained on"
-        )
-
-
 def _shapes_in(saved: SavedAdapter) -> dict[str, tuple[int, ...]]:
-    """The shapes of the base's tensors that an adapter holds whole, or has LoRA's factors of."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    """Return the shapes of the base's tensors that an adapter holds whole, or has LoRA's factors of."""
+    shapes = {}
     for name, stored in saved.tensors.items():
         shapes[canonical_fqn(name)] = stored.shape
 
-    for name, shape in list(shapes.items()):
+    for name, shape in [*shapes.items()]:
         module, _, factor = name.partition(".lora_")
         weight = f"{module}.weight"
         if factor == "B.weight":  # (outputs, rank), beside (rank, inputs)
-            inputs = shapes.get(f"{module}.lora_A.weight", ())[1:]
-            shapes[weight] = shape[:1] + inputs
+            inputs = shapes.get(f"{module}.lora_A.weight", ())
+            shapes[weight] = shape[:1] + inputs[1:]
         elif factor == "embedding_A":  # (rank, rows), beside (features, rank)
-            features = shapes.get(f"{module}.lora_embedding_B", ())[:1]
-            shapes[weight] = shape[1:] + features
+            features = shapes.get(f"{module}.lora_embedding_B", ())
+            shapes[weight] = shape[1:] + features[:1]
 
     return shapes
 
@@ -480,7 +354,7 @@ def load_adapted(
 
 
 def _pending_weights(model: nn.Module) -> set[tuple[int, int, int]]:
-    """The weights that are pending: which they are, where they lie, and how often they were written to."""
+    """Return identity, address and version of each weight that is not yet quantized."""
     found = set()
     for module in model.modules():
         if is_pending(module):
@@ -491,9 +365,9 @@ def _pending_weights(model: nn.Module) -> set[tuple[int, int, int]]:
 
 
 def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
-    """The base with the adapter on it, which holds what the base's files lack.
+    """Put the adapter on the base.
 
-    `ConfigError` is raised otherwise.
+    Raise `ConfigError` where it does not hold what the base's files lack.
     """
     missing = {fqn for fqn, start in base.unknown.items() if start == 0}
     absent = sorted(missing - saved.held)
@@ -533,7 +407,7 @@ def _refuse_in_use(
 
 
 def _is_replaced(adapted: nn.Module, name: str, start: int, end: int) -> bool:
-    """Whether an adapter's own rows take the place of those of a parameter, whose module PEFT may have wrapped."""
+    """Return whether an adapter's own rows replace those of a parameter, whose module PEFT may have wrapped."""
     path, _, _ = name.rpartition(".")
     if "original_module" in path.split("."):
         return True
@@ -553,7 +427,7 @@ def _is_replaced(adapted: nn.Module, name: str, start: int, end: int) -> bool:
 def _class_name(
     config: Any, saved: SavedAdapter | None, manifest: Manifest | None
 ) -> str | None:
-    """The class that was trained, where it is another than the base's config names."""
+    """Return the class that was trained, where it is another than the base's config names."""
     import transformers
 
     if manifest is not None:
@@ -573,7 +447,7 @@ def _class_name(
 
 
 def _class_by_names(config: Any, saved: SavedAdapter) -> str | None:
-    """The class whose modules the names in an adapter are of, where these are not of the config's own.
+    """Find the class whose modules the names in an adapter are of, where these are not of the config's own.
 
     It may be the text part of a composite model, or a model without its head.
     """
@@ -598,7 +472,7 @@ def _class_by_names(config: Any, saved: SavedAdapter) -> str | None:
 
 
 def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
-    """How many labels the run had, where a head had another number of rows than its config has labels."""
+    """Return how many labels the run had, where a head had another number of rows than its config has labels."""
     num_labels = getattr(meta.config, "num_labels", None)
     for fqn, parameter in meta.named_parameters():
         found = getattr(parameter, "unpacked", parameter).shape
@@ -614,23 +488,20 @@ def _num_labels(meta: Any, shapes: _Shapes) -> int | None:
 def _skipping(
     quantization_config: dict[str, Any] | None, meta: Any, saved: SavedAdapter
 ) -> dict[str, Any] | None:
-    """The quantization config, with those layers left as they are that an adapter trained whole."""
-    quantized = {}
-    for fqn, parameter in meta.named_parameters():
-        if is_quantized_parameter(parameter):
-            quantized[fqn] = parameter
-
+    """Return the quantization config, with those layers left as they are that an adapter trained whole."""
     trained = []
     vocabulary = vocabulary_layers(meta)
+    parameters = dict(meta.named_parameters())
     for name, stored in saved.tensors.items():
         fqn = canonical_fqn(name)
-        parameter = quantized.get(fqn)
+        parameter = parameters.get(fqn)
         # codes beside factors are of a layer that was quantized
         if parameter is None or not stored.dtype.is_floating_point:
             continue
         # PEFT saves what is below factors of the vocabulary alone
         layer = meta.get_submodule(fqn.rpartition(".")[0])
-        if name.endswith(".base_layer.weight") and layer not in vocabulary:
+        is_below = name.endswith(".base_layer.weight") and layer not in vocabulary
+        if is_below or not is_quantized_parameter(parameter):
             continue
         if stored.shape[1:] == parameter.unpacked.shape[1:]:
             trained.append(fqn.removesuffix(".weight"))
@@ -647,10 +518,9 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
     Return the parameters that got rows, and the first of these.
     """
-    layers = _vocabulary(model)
     sizes = _num_rows(model)
     wanted = set()
-    for fqn, parameter in layers.items():
+    for fqn, parameter in _vocabulary(model).items():
         shape = shapes.get(fqn, parameter.shape)
         if shape[1:] == parameter.shape[1:]:
             wanted.add(shape[0])
@@ -673,12 +543,12 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
 
 def _num_rows(model: Any) -> set[int]:
-    """The numbers of rows that a model's embeddings and head have."""
+    """Return the numbers of rows that a model's embeddings and head have."""
     return {len(parameter) for parameter in _vocabulary(model).values()}
 
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters of a model's embeddings and head by all of their names, unless they are quantized."""
+    """Return the parameters of a model's embeddings and head by all of their names, unless they are quantized."""
     held: set[nn.Parameter] = set()
     for layer in vocabulary_layers(model):
         held.update(layer.parameters(recurse=False))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from ..reports import first_of
 from .figures import Against, Figures, grid_shape
 
+LOST_BY_A_TIE = "a trained weight was lost: loading ties it to another"
 UNCHANGED = "no delta: the base's bytes, unchanged"
 NO_DELTA = "no delta"
 DROPPED_COPY = "the trained copy was dropped"
@@ -29,34 +32,34 @@ ANOTHER_ADAPTER = "another adapter's delta"
 ANOTHER_BASE = "onto another base, or this one quantized otherwise"
 CHANGED = "changed, though no adapter touches it"
 
-# A right merge rounds once or twice, and may compute the delta itself in half.
+# ----------------------------------------------------------------------------------------------------
+# The limits of what is right and alike. Each was chosen between what right merges of all
+# tools and dtypes show and what the broken ones of tests/checkpoints show.
+# ----------------------------------------------------------------------------------------------------
+
+# A right merge rounds once or twice, and may compute the delta itself in half, whose
+# rounding is a part of the delta.
 _ROUNDINGS = 2.0
 OF_DELTA = 0.02
-_OF_FLOAT32 = 2.0**-20
-# The deviations allowed of what rounding adds to the part that was kept, to half and to
-# codes of few bits.
+_OF_FLOAT32 = 2.0**-20  # of the weights' length: sums in float32, in another order
+# The deviations allowed of what rounding adds to the part of a delta that was kept: to
+# half, and to codes of few bits.
 _DEVIATIONS, _DEVIATIONS_OF_CODES = 8.0, 4.0
-# The largest difference of quantized weights that nothing was merged into, as a part of
-# their length: rounding to 4 bits takes 0.1.
-_OF_QUANTIZED = 0.25
-_OF_KEPT = 0.1  # the largest difference of what is kept from all of a delta
-_MOST_LOST = 0.15  # of a delta in rounding, where its scale still tells
+_OF_KEPT = 0.1  # the largest difference of what codes keep of a delta from all of it
 _OF_SCALE = 0.05  # the largest difference of a scale from one that has a name
-# The largest difference of two samples of one weight, quantized or not, as a part of
-# their length; those of others differ by more than their length.
+_MOST_LOST = 0.15  # of a delta in rounding, where its scale still tells
+# The largest difference of two versions of one weight, quantized or not, as a part of
+# its length: rounding to 4 bits takes 0.1, and other weights differ by more than 1.
 _ALIKE = 0.25
 _ALIGNED = 0.8  # the least cosine of two samples that show the same delta
-_SCALES = {2.0: DOUBLED, 0.5: HALVED, -1.0: NEGATED}
-_OF_LOW_RANK = 0.95  # of the energy of a change, in half of the singular values
-# The wrong matrices of which is asked whose values they hold: the first tell what became
-# of many.
-_MOST_SEARCHES = 64
+# The least part of the energy of a change in half of its singular values: an adapter's
+# rank is far below that, and a square random matrix has 0.9 there.
+_OF_LOW_RANK = 0.95
 OF_BASE_CODES = 0.95  # the least share of codes by which a base is told
-_MOST_OF_BASE = 0.3  # a larger change, as a part of the base's length, is another base
 
 
 def is_right(figures: Figures) -> bool:
-    """Whether a tensor is what a merge gives: rounded, on the trained or the original weights."""
+    """Return whether a tensor is what a merge gives: rounded, on the trained or the original weights."""
     if not figures.is_finite:
         return False
 
@@ -70,170 +73,130 @@ def is_right(figures: Figures) -> bool:
 
 
 def _explains(against: Against, figures: Figures) -> bool:
-    delta = figures.delta
+    """Return whether a tensor is its reference with the delta, rounded."""
+    delta, stored = figures.delta, figures.stored
     num_elements = math.prod(figures.shape)
-    if figures.stored is not None:
-        if not delta:
-            return against.off <= _OF_QUANTIZED**2 * against.size
+    allowed = _ROUNDINGS * math.sqrt(against.rounding) + OF_DELTA * math.sqrt(delta)
+    if stored is None:
+        allowed += _OF_FLOAT32 * math.sqrt(against.size)
+    elif not delta:
+        return against.off <= _ALIKE**2 * against.size
+    elif stored.has_due_scales:
+        allowed += math.sqrt(stored.most_off)
+    else:
         # With scales of its own a weight of 4 bits was rounded to the nearest codes, by
         # which most of a delta is lost; with the base's, its codes were chosen.
-        if not figures.stored.has_due_scales:
-            return False
-        allowed = _ROUNDINGS * math.sqrt(against.rounding)
-        allowed += math.sqrt(figures.stored.most_off) + OF_DELTA * math.sqrt(delta)
-        if math.sqrt(against.off) > allowed:
-            return False
-        deviation = math.sqrt(against.off / num_elements / delta)
-        difference = abs(against.kept(delta) - 1)
-        return difference <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
+        return False
 
-    allowed = _ROUNDINGS * math.sqrt(against.rounding)
-    allowed += OF_DELTA * math.sqrt(delta) + _OF_FLOAT32 * math.sqrt(against.size)
     if math.sqrt(against.off) > allowed:
         return False
 
     if not delta:
         return True
 
-    deviation = math.sqrt(against.rounding / num_elements / delta)
+    kept = against.kept(delta)
+    if stored is not None:
+        deviation = math.sqrt(against.off / num_elements / delta)
+        return abs(kept - 1) <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
+
     # Between what rounding to the coarser dtype keeps, and all of it.
     by_rounding = against.kept_by_rounding(delta)
-    least, most = min(by_rounding, 1.0), max(by_rounding, 1.0)
-    kept = against.kept(delta)
-    difference = max(least - kept, kept - most)
-    return difference <= OF_DELTA + _DEVIATIONS * deviation
+    deviation = math.sqrt(against.rounding / num_elements / delta)
+    slack = OF_DELTA + _DEVIATIONS * deviation
+    return min(by_rounding, 1.0) - slack <= kept <= max(by_rounding, 1.0) + slack
 
 
-def is_lost(figures: Sequence[Figures]) -> bool:
-    """Whether quantized tensors together lack a part of the delta, which each may lack by chance."""
-    total = sum(one.delta for one in figures)
-    kept = variance = 0.0
+def _is_lost(figures: Sequence[Figures]) -> bool:
+    """Return whether quantized tensors together lack a part of the delta, which each may lack by chance."""
+    delta = off_along = variance = 0.0
     for one in figures:
-        against = one.nearest
-        part = one.delta / total
-        kept += part * against.kept(one.delta)
-        of_one = against.off / math.prod(one.shape) / one.delta
-        variance += part**2 * of_one
+        if one.is_quantized and one.delta:
+            delta += one.delta
+            off_along += one.nearest.off_along
+            variance += one.delta * one.nearest.off / math.prod(one.shape)
 
-    allowed = _OF_KEPT + _DEVIATIONS_OF_CODES * math.sqrt(variance)
-    return bool(figures) and abs(kept - 1) > allowed
-
-
-def of_requantized(figures: Figures) -> str:
-    """The cause of a tensor that is, or was, quantized and lacks a part of its delta."""
-    num_bits = figures.requantized_bits or figures.num_bits
-    return REQUANTIZED_TO_4_BITS if num_bits == 4 else REQUANTIZED
+    allowed = _OF_KEPT * delta + _DEVIATIONS_OF_CODES * math.sqrt(variance)
+    return abs(off_along) > allowed
 
 
-class Causes:
-    """Tells why tensors are not what they should be.
+def find_causes(
+    figures: Sequence[Figures],
+    copies: Collection[str],
+    tied: Mapping[str, str],
+    change_of: Callable[[Figures], tuple[Tensor, Tensor]],
+) -> dict[str, tuple[str, str]]:
+    """Find the cause of each wrong tensor, and the evidence, by name.
 
     Args:
         figures: Those of all tensors, right ones too: a wrong one may hold another's
             values.
         copies: The names of tensors that the adapter holds trained copies of.
+        tied: The tensors that loading takes another for, which is named.
         change_of: Reads a part of what a tensor adds to its nearest reference, and of
             what the adapter adds: two matrices of some of its rows and columns.
     """
+    alike: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
+    for one in figures:
+        for leaf in one.leaves:
+            alike[leaf.shape].append(leaf)
 
-    def __init__(
-        self,
-        figures: Sequence[Figures],
-        copies: Collection[str],
-        change_of: Callable[[Figures], tuple[Tensor, Tensor]],
-    ) -> None:
-        self._copies = copies
-        self._change_of = change_of
-        self._by_shape: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
-        for one in figures:
-            for leaf in one.leaves:
-                self._by_shape[leaf.shape].append(leaf)
+    known = _Known(copies, tied, alike, change_of)
+    is_lost = _is_lost(figures)
+    causes = {}
+    for one in figures:
+        is_short = is_lost and one.is_quantized and one.delta
+        if is_short or not is_right(one):
+            causes[one.fqn] = _Wrong(one, known).cause()
 
-        self._alike: dict[tuple[int, ...], _Samples] = {}
-        self._num_searches = 0
+    return causes
 
-    def of(self, figures: Figures) -> tuple[str, str]:
-        """The cause of a wrong tensor, and the evidence."""
-        if not figures.is_finite:
-            return NOT_FINITE, ""
 
-        of_some = self._of_some(figures)
-        if of_some is not None:
-            return of_some
+class _Known(NamedTuple):
+    """What `find_causes` is told, and the matrices, and other tensors, by their shapes."""
 
-        of_scale = self._of_scale(figures) if figures.delta else None
-        if of_scale is not None and of_scale[0] != SCALED:
-            return of_scale
+    copies: Collection[str]
+    tied: Mapping[str, str]
+    alike: Mapping[tuple[int, ...], Sequence[Figures]]
+    change_of: Callable[[Figures], tuple[Tensor, Tensor]]
 
-        held = self._held(figures)
-        if held:
-            return EXCHANGED, f"it holds {held}"
 
-        if of_scale is not None:
-            return of_scale
+class _Wrong:
+    """A wrong tensor, and the facts that tell its cause, each found when the table asks for it."""
 
-        if _is_transposed(figures):
-            return TRANSPOSED, ""
+    def __init__(self, figures: Figures, known: _Known) -> None:
+        self.figures = figures
+        self.delta = figures.delta
+        self.is_copy = figures.fqn in known.copies
+        self.partner = known.tied.get(figures.fqn)
+        self._known = known
 
-        nearest = figures.nearest
-        part = math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
-        evidence = f"it differs by {part:.1%} of the base" if nearest.size else ""
-        if figures.fqn in self._copies:
-            cause = ANOTHER_ADAPTER if figures.delta else DROPPED_COPY
-            return cause, evidence
+    def cause(self) -> tuple[str, str]:
+        """Return the cause, and the evidence; of a stack that is right in part, that of its wrong matrices."""
+        parts = [one for one in self.figures.matrices if not is_right(one)]
+        if 0 < len(parts) < len(self.figures.matrices):
+            wrong = [_Wrong(one, self._known) for one in parts]
+            if all(one.multiple is not None for one in wrong):
+                causes = {one.cause()[0] for one in wrong}
+                if len(causes) == 1:
+                    names = first_of([one.fqn for one in parts])
+                    return causes.pop(), f"in {names}"
 
-        if not figures.delta:
-            is_all = len(figures.shape) > 1 and part >= _MOST_OF_BASE
-            return (ANOTHER_BASE if is_all else CHANGED), evidence
+        holding = (row for row in _CAUSES if row[1](self))
+        cause, _, evidence = next(holding)
+        return cause, evidence.format(self)
 
-        stored = figures.stored
-        is_scaled = stored is not None and not stored.has_due_scales
-        if is_scaled and figures.num_bits == 8:
-            return OTHER_SCALES, evidence
-
-        if figures.is_of_codes and part < 1:
-            return of_requantized(figures), ""
-
-        if self._is_an_adapters(figures):
-            return ANOTHER_ADAPTER, evidence
-
-        return ANOTHER_BASE, evidence
-
-    def _of_some(self, figures: Figures) -> tuple[str, str] | None:
-        """The cause of a stack of which some matrices hold a multiple of their delta, and the others are right."""
-        names: dict[str, list[str]] = {}
-        for matrix in figures.matrices:
-            if is_right(matrix):
-                continue
-            told = self._of_scale(matrix) if matrix.delta else None
-            if told is None:
-                return None
-            names.setdefault(told[0], []).append(matrix.fqn)
-
-        is_whole = sum(map(len, names.values())) == len(figures.matrices)
-        if is_whole or len(names) != 1:
+    @functools.cached_property
+    def multiple(self) -> float | None:
+        """The multiple of its delta that the tensor holds; ``None`` of one that differs otherwise."""
+        figures, delta = self.figures, self.delta
+        if not delta:
             return None
 
-        [(cause, those)] = names.items()
-        return cause, f"in {first_of(those)}"
-
-    def _of_scale(self, figures: Figures) -> tuple[str, str] | None:
-        """The cause of a tensor that holds a multiple of its delta.
-
-        ``None`` of another.
-        """
-        delta = figures.delta
-        no_delta = NO_DELTA, ""
-        if figures.fqn in self._copies:
-            no_delta = DROPPED_COPY, "it holds the base's values"
-        elif figures.original is not None and figures.original.is_same:
-            no_delta = UNCHANGED, ""
-
         if any(against.is_same for against in figures.references):
-            return no_delta
+            return 0.0
 
         if figures.likelier is not None:
-            return no_delta if not figures.likelier else (_SCALES[figures.likelier], "")
+            return figures.likelier
 
         against = min(figures.references, key=lambda one: one.aside(delta))
         kept = against.kept(delta)
@@ -243,72 +206,42 @@ class Causes:
             return None
 
         if abs(kept) <= _OF_SCALE:
-            return no_delta
+            return 0.0
 
         # what rounding takes of a scale too
         lost = min(abs(against.kept_by_rounding(delta) - 1), _MOST_LOST)
-        for scale, cause in _SCALES.items():
+        for scale in (2.0, 0.5, -1.0):
             if abs(kept - scale) <= _OF_SCALE * abs(scale) + lost:
-                return cause, ""
+                return scale
 
-        return SCALED, f"{kept:.2f} times"
+        return kept
 
-    def _held(self, figures: Figures) -> str:
-        """The tensor whose values, or whose delta, a wrong one holds; ``""`` if nothing tells."""
-        for own in figures.leaves:
-            if is_right(own) or self._num_searches == _MOST_SEARCHES:
-                continue
-            self._num_searches += 1
-            if own.shape not in self._alike:
-                self._alike[own.shape] = _Samples(self._by_shape[own.shape])
-            held = self._alike[own.shape].held_by(own)
-            if held:
-                return held
+    @property
+    def is_base(self) -> bool:
+        """Whether it is the tensor in the base's files."""
+        return self.figures.original is not None and self.figures.original.is_same
 
-        return ""
+    @functools.cached_property
+    def held(self) -> str:
+        """The tensor whose values, or whose delta, the first wrong matrix holds; ``""`` if nothing tells."""
+        wrong = [one for one in self.figures.leaves if not is_right(one)]
+        own = wrong[0] if wrong else self.figures
+        others = [one for one in self._known.alike[own.shape] if one is not own]
+        if not wrong or not others:
+            return ""
 
-    def _is_an_adapters(self, figures: Figures) -> bool:
-        """Whether the change is of a rank that adapters have, and not of a full one.
-
-        Where the delta is in it, as in that of an earlier checkpoint, what is beside the
-        delta is.
-        """
-        if len(figures.shape) < 2:
-            return False
-
-        change, delta = self._change_of(figures)
-        if abs(figures.nearest.kept(figures.delta) - 1) <= _OF_KEPT:
-            change = change - delta
-        energies = torch.linalg.svdvals(change).square()
-        few = max(len(energies) // 2, 1)
-        return float(energies[:few].sum()) >= _OF_LOW_RANK * float(energies.sum())
-
-
-class _Samples:
-    """The samples of all matrices, or of other tensors, of one shape."""
-
-    def __init__(self, those: Sequence[Figures]) -> None:
-        self._those = those
-        self._after = torch.stack([one.sample.after for one in those])
-        self._trained = torch.stack([one.sample.trained for one in those])
-        self._deltas = nn.functional.normalize(self._after - self._trained)
-
-    def held_by(self, own: Figures) -> str:
-        """The values, or the delta, of another one that a wrong one holds; ``""`` if nothing tells."""
-        found = own.sample.found
+        found, expected = own.sample.found, own.sample.after
+        after = torch.stack([one.sample.after for one in others])
+        trained = torch.stack([one.sample.trained for one in others])
+        deltas = nn.functional.normalize(after - trained)
         change = nn.functional.normalize(own.sample.change, dim=0)
         delta = nn.functional.normalize(own.sample.delta, dim=0)
-        has_values = _distances(found, self._after) <= _ALIKE
-        has_values |= _distances(found, self._trained) <= _ALIKE
+        has_values = _are_alike(found, after) | _are_alike(found, trained)
         # Values that are like its own, too, tell nothing of an exchange.
-        has_values &= _distances(found, own.sample.after[None]) > _ALIKE
-        has_delta = self._deltas @ change >= _ALIGNED
+        has_values &= ~_are_alike(found, expected[None])
         # Where another's delta is like its own, its own tells nothing of an exchange.
-        has_delta &= self._deltas @ delta < _ALIGNED
-
-        for place, other in enumerate(self._those):
-            if other is own:
-                continue
+        has_delta = (deltas @ change >= _ALIGNED) & (deltas @ delta < _ALIGNED)
+        for place, other in enumerate(others):
             if has_values[place]:
                 return f"the values of {other.fqn}"
             if has_delta[place]:
@@ -316,34 +249,94 @@ class _Samples:
 
         return ""
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether square matrices, or the deltas in them, lie transposed."""
+        shape, sample = self.figures.shape, self.figures.sample
+        if len(shape) < 2 or shape[-1] != shape[-2]:
+            return False
 
-def _distances(a: Tensor, others: Tensor) -> Tensor:
-    """The lengths of the differences from each of the others, as parts of their lengths."""
+        grid = grid_shape(shape)
+        turned = sample.found.view(grid).mT.reshape(-1)
+        if _are_alike(turned, sample.after[None]):
+            return True
+
+        change = nn.functional.normalize(sample.change, dim=0)
+        delta = sample.delta.view(grid).mT.reshape(-1)
+        return bool(change @ nn.functional.normalize(delta, dim=0) >= _ALIGNED)
+
+    @property
+    def off(self) -> float:
+        """The length of the difference, as a part of the weights'."""
+        nearest = self.figures.nearest
+        return math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
+
+    @property
+    def difference(self) -> str:
+        """The difference in words."""
+        return (
+            f"it differs by {self.off:.1%} of the base" if self.off < math.inf else ""
+        )
+
+    @property
+    def has_other_scales(self) -> bool:
+        """Whether it is stored with scales that are not its due."""
+        stored = self.figures.stored
+        return stored is not None and not stored.has_due_scales
+
+    @property
+    def num_bits_of_codes(self) -> int:
+        """The bits of the codes that it is, or was, stored in and that rounded its delta away; 0 of another."""
+        if not self.figures.is_of_codes or self.off >= 1:
+            return 0
+        return self.figures.requantized_bits or self.figures.num_bits
+
+    @property
+    def is_of_low_rank(self) -> bool:
+        """Whether the change is of a rank that adapters have, and not of a full one.
+
+        Where the delta is in it, as in that of an earlier checkpoint, what is beside the
+        delta is.
+        """
+        if len(self.figures.shape) < 2:
+            return False
+
+        change, delta = self._known.change_of(self.figures)
+        if abs(self.figures.nearest.kept(self.delta) - 1) <= _OF_KEPT:
+            change = change - delta
+        energies = torch.linalg.svdvals(change).square()
+        few = max(len(energies) // 2, 1)
+        return float(energies[:few].sum()) >= _OF_LOW_RANK * float(energies.sum())
+
+
+_DIFFERENCE = "{0.difference}"
+# The first row counts whose condition holds: the cause, the condition, the evidence.
+_CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
+    (LOST_BY_A_TIE, lambda one: one.partner, "it is {0.partner} now"),
+    (NOT_FINITE, lambda one: not one.figures.is_finite, ""),
+    (DROPPED_COPY, lambda one: one.is_copy and one.multiple == 0, "it holds the base's values"),
+    (UNCHANGED, lambda one: one.multiple == 0 and one.is_base, ""),
+    (NO_DELTA, lambda one: one.multiple == 0, ""),
+    (DOUBLED, lambda one: one.multiple == 2, ""),
+    (HALVED, lambda one: one.multiple == 0.5, ""),
+    (NEGATED, lambda one: one.multiple == -1, ""),
+    (EXCHANGED, lambda one: one.held, "it holds {0.held}"),
+    (SCALED, lambda one: one.multiple, "{0.multiple:.2f} times"),
+    (TRANSPOSED, lambda one: one.is_transposed, ""),
+    (ANOTHER_ADAPTER, lambda one: one.is_copy and one.delta, _DIFFERENCE),
+    (DROPPED_COPY, lambda one: one.is_copy, _DIFFERENCE),
+    (CHANGED, lambda one: not one.delta and (one.off < _ALIKE or len(one.figures.shape) < 2), _DIFFERENCE),
+    (ANOTHER_BASE, lambda one: not one.delta, _DIFFERENCE),
+    (OTHER_SCALES, lambda one: one.has_other_scales and one.figures.num_bits == 8, _DIFFERENCE),
+    (REQUANTIZED_TO_4_BITS, lambda one: one.num_bits_of_codes == 4, ""),
+    (REQUANTIZED, lambda one: one.num_bits_of_codes, ""),
+    (ANOTHER_ADAPTER, lambda one: one.is_of_low_rank, _DIFFERENCE),
+    (ANOTHER_BASE, lambda one: True, _DIFFERENCE),
+)  # fmt: skip
+
+
+def _are_alike(found: Tensor, others: Tensor) -> Tensor:
+    """Return whether a sample is like each of others, and so of another version of one weight."""
     lengths = others.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    parts: Tensor = (others - a).norm(dim=1) / lengths
-    return parts
-
-
-def _is_transposed(figures: Figures) -> bool:
-    """Whether square matrices, or the deltas in them, lie transposed."""
-    if len(figures.shape) < 2 or figures.shape[-1] != figures.shape[-2]:
-        return False
-
-    grid = grid_shape(figures.shape)
-    sample = figures.sample
-    turned = sample.found.view(grid).mT.reshape(-1)
-    if bool(_distances(turned, sample.after[None]) <= _ALIKE):
-        return True
-
-    change = nn.functional.normalize(sample.change, dim=0)
-    delta = sample.delta.view(grid).mT.reshape(-1)
-    return bool(change @ nn.functional.normalize(delta, dim=0) >= _ALIGNED)
-
-
-def by_cause(found: Mapping[str, tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
-    """The wrong tensors of each cause, each with its evidence."""
-    causes: dict[str, list[tuple[str, str]]] = {}
-    for fqn, (cause, evidence) in found.items():
-        causes.setdefault(cause, []).append((fqn, evidence))
-
-    return causes
+    are_alike: Tensor = (others - found).norm(dim=1) / lengths <= _ALIKE
+    return are_alike

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +14,56 @@ from ..errors import ConfigError
 from ..preparation.process import plain_mode
 from . import doctor_base, doctor_merge, doctor_run, doctor_updates
 from .doctor_report import Checks, DoctorReport, Examination, Finding
-from .doctor_subjects import Given, Subject, read_run, walk_live
+from .doctor_subjects import (
+    Adapter,
+    Base,
+    DoctorOptions,
+    Folder,
+    LiveModel,
+    Subject,
+    read_run,
+    walk_live,
+)
 from .measure import Told
 
 __all__ = ["DoctorReport", "Finding", "doctor"]
 
-# The checks, by the names of their lines. A new one is a function of the kind of subject
-# that its list is made of (`doctor_subjects`), and an entry here.
-_OF_A_FOLDER: Checks = {
-    "newest checkpoint": doctor_run.newest_checkpoint,
-    "files": doctor_run.files,
-    "optimizer": doctor_run.optimizer,
-    "lost updates": doctor_updates.lost_updates,
-    "trainer state": doctor_run.trainer_state,
-    "tokenizer": doctor_run.tokenizer,
-    "lora_B": doctor_run.lora_b,
-    "merge": doctor_base.merge,
+# The checks of each kind of subject (`doctor_subjects`), by the names of their lines.
+_CHECKS: Mapping[type, Checks] = {
+    Folder: {
+        "newest checkpoint": doctor_run.newest_checkpoint,
+        "files": doctor_run.files,
+        "optimizer": doctor_run.optimizer,
+        "lost updates": doctor_updates.lost_updates,
+        "trainer state": doctor_run.trainer_state,
+        "tokenizer": doctor_run.tokenizer,
+        "lora_B": doctor_run.lora_b,
+        "merge": doctor_merge.unmeasured_merge,
+    },
+    LiveModel: {
+        "base": doctor_base.drift,
+        "lora_B": doctor_run.lora_b,
+        "merge": doctor_merge.unmeasured_merge,
+    },
+    Adapter: {
+        "adapter config": doctor_run.adapter_config,
+        "adapter values": doctor_run.adapter_values,
+        "adapter dtypes": doctor_run.adapter_dtypes,
+    },
+    Base: {
+        "scales": doctor_base.scales,
+        "dtypes": doctor_base.dtypes,
+        "generation config": doctor_base.generation_config,
+        "ties": doctor_base.ties,
+        "experts": doctor_base.experts,
+        "layers": doctor_base.layers,
+    },
 }
+# The base of a run is compared, and may be loaded, once.
 _OF_THE_NEWEST_FOLDER: Checks = {
     "devices": doctor_base.devices,
     "base": doctor_base.recorded_base,
     "dequantized base": doctor_merge.dequantized_base,
-}
-_OF_A_MODEL: Checks = {
-    "base": doctor_base.drift,
-    "lora_B": doctor_run.lora_b,
-    "merge": doctor_base.merge,
-}
-_OF_AN_ADAPTER: Checks = {
-    "adapter values": doctor_run.adapter_values,
-    "adapter dtypes": doctor_run.adapter_dtypes,
-}
-_OF_A_SAVED_ADAPTER: Checks = {
-    "adapter config": doctor_run.adapter_config,
-    **_OF_AN_ADAPTER,
-}
-_OF_A_BASE: Checks = {
-    "scales": doctor_base.scales,
-    "dtypes": doctor_base.dtypes,
-    "generation config": doctor_base.generation_config,
-    "ties": doctor_base.ties,
-    "experts": doctor_base.experts,
-    "layers": doctor_base.layers,
 }
 
 
@@ -113,32 +122,24 @@ def doctor(
             )
         quant = QuantKind(quant).settings or False
 
-    given = Given(base, adapter, quant, device, trust_remote_code)
+    options = DoctorOptions(base, adapter, quant, device, trust_remote_code)
     examination = Examination()
     with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
+        subjects: Sequence[Subject]
         if isinstance(path_or_model, nn.Module):
-            live = walk_live(path_or_model, given)
-            _examine(examination, live, _OF_A_MODEL, _OF_AN_ADAPTER)
-            merge = doctor_merge.measure(examination, live, progress)
-            return examination.report(live.where, merge)
+            subjects = [walk_live(path_or_model, options)]
+        else:
+            subjects = read_run(Path(path_or_model), options)
 
-        folders = read_run(Path(path_or_model), given)
-        for folder in folders:
-            _examine(examination, folder, _OF_A_FOLDER, _OF_A_SAVED_ADAPTER)
-        # The base of a run is compared, and may be loaded, once.
-        newest = folders[-1]
-        examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
-        merge = doctor_merge.measure(examination, folders[0], progress)
-        return examination.report(folders[0].where, merge)
+        for subject in subjects:
+            examination.make(_CHECKS[type(subject)], subject, subject.where)
+            for one in subject.adapters:
+                examination.make(_CHECKS[Adapter], one, one.where)
+            if subject.base is not None:
+                examination.make(_CHECKS[Base], subject.base, subject.where)
 
-
-def _examine(
-    examination: Examination, subject: Subject, checks: Checks, of_an_adapter: Checks
-) -> None:
-    """Make the checks of a folder or a live model, then those of its adapters and its base."""
-    examination.make(checks, subject, subject.where)
-    for adapter in subject.adapters:
-        examination.make(of_an_adapter, adapter, adapter.where)
-
-    if subject.base is not None:
-        examination.make(_OF_A_BASE, subject.base, subject.where)
+        first, newest = subjects[0], subjects[-1]
+        if isinstance(newest, Folder):
+            examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
+        merge = doctor_merge.measure(examination, first, progress)
+        return examination.report(first.where, merge)

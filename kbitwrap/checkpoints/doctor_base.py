@@ -14,18 +14,15 @@ from ..preparation.comparison import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
 from ..tensors.devices import accelerator_type
-from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import materialize
-from .base import is_told, load_base
-from .doctor_report import Result, fault, fine, not_measured
-from .doctor_subjects import Base, Folder, Given, LiveModel, Subject, Tensors
+from .base import load_base
+from .base_quantization import find_quantization
+from .doctor_report import Finding, fault, fine, not_measured
+from .doctor_subjects import Base, Folder, LiveModel, Tensors
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
-_MERGED = "an adapter was merged into 4-bit weights"
-_EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
+EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
 _THE_BASE = "whether the base is the manifest's, and unchanged"
-_WHETHER_MERGED = "whether it is a merge, and how much of the adapter it holds"
-_GIVE_ADAPTER = "give the adapter that was merged (adapter, --adapter)"
 _NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
 
 
@@ -34,8 +31,8 @@ _NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepar
 # ----------------------------------------------------------------------------------------------------
 
 
-def devices(folder: Folder) -> Result | None:
-    """Whether one process left devices idle that it saw."""
+def devices(folder: Folder) -> Finding | None:
+    """Check whether one process left devices idle that it saw."""
     manifest = folder.manifest
     if manifest is None:
         return None
@@ -51,21 +48,22 @@ def devices(folder: Folder) -> Result | None:
     return fine(evidence)
 
 
-def recorded_base(folder: Folder) -> Result | None:
-    """Whether the base is the one that the manifest records, tensor by tensor.
+def recorded_base(folder: Folder) -> Finding | None:
+    """Check whether the base is the one that the manifest records, tensor by tensor.
 
     The base is what was given, or else the folder itself, where it holds what was
     prepared: a quantized and frozen base is neither merged nor trained.
     """
-    manifest, given = folder.manifest, folder.given
+    manifest, options = folder.manifest, folder.options
     if manifest is None:
         if folder.adapters:
             return not_measured(_THE_BASE, _NO_MANIFEST)
         return None
 
-    base = given.base
+    base = options.base
     own = folder.base
-    if base is None and own is not None and own.is_quantized and manifest.config.freeze:
+    is_quantized = own is not None and own.quantization.is_quantized
+    if base is None and is_quantized and manifest.config.freeze:
         base = folder.path
 
     device = manifest.device_type  # others may quantize otherwise
@@ -78,8 +76,9 @@ def recorded_base(folder: Folder) -> Result | None:
         if isinstance(base, nn.Module):
             manifest.check(base)
         else:
-            trust = given.trust_remote_code
-            load_base(base, None, manifest, device=device, trust_remote_code=trust)
+            trust = options.trust_remote_code
+            quantization = find_quantization(base, None, manifest, None, trust)
+            load_base(base, None, manifest, quantization, None, device, trust)
     except ManifestMismatchError as error:
         name = manifest.model.name_or_path
         return fault(
@@ -91,16 +90,15 @@ def recorded_base(folder: Folder) -> Result | None:
     return fine(f"its {len(manifest.rows)} tensors have the digests of the manifest")
 
 
-def drift(live: LiveModel) -> Result | None:
-    """Whether the base of a prepared model has the values that were prepared.
+def drift(live: LiveModel) -> Finding | None:
+    """Check whether the base of a prepared model has the values that were prepared.
 
     A merge that is taken back leaves rounding; libraries replace weights to decompress
     them, which is no drift.
     """
-    if live.preparation is None and not live.adapters:
-        return None
-
     if live.preparation is None:
+        if not live.adapters:
+            return None
         return not_measured(
             "whether the base has the values that it was loaded with",
             "the model is not prepared by kbitwrap, which records them",
@@ -113,7 +111,7 @@ def drift(live: LiveModel) -> Result | None:
         return fault(
             "the base drifted since it was prepared",
             shown([*changes.drifted, *replaced]),
-            f"load the base again; {_EXPORT}",
+            f"load the base again; {EXPORT}",
         )
 
     return fine("it has the values that were prepared")
@@ -124,8 +122,8 @@ def drift(live: LiveModel) -> Result | None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def scales(base: Base) -> Result | None:
-    """Whether the scales of 4-bit weights lie in the order of the weights."""
+def scales(base: Base) -> Finding | None:
+    """Check whether the scales of 4-bit weights lie in the order of the weights."""
     if not base.sources:
         return None
 
@@ -146,8 +144,8 @@ def scales(base: Base) -> Result | None:
     return fine("those of 4-bit weights lie in the order of the weights")
 
 
-def dtypes(base: Base) -> Result | None:
-    """Whether a preparation left float32 where the architecture loads half."""
+def dtypes(base: Base) -> Finding | None:
+    """Check whether a preparation left float32 where the architecture loads half."""
     if base.left is None:
         return None
 
@@ -171,8 +169,8 @@ def dtypes(base: Base) -> Result | None:
     )
 
 
-def generation_config(base: Base) -> Result | None:
-    """Whether a model that generates does so with its cache, which trainers turn off and leave off."""
+def generation_config(base: Base) -> Finding | None:
+    """Check whether a model that generates does so with its cache, which trainers turn off and leave off."""
     if not base.use_cache or base.meta is None or not base.meta.can_generate():
         return None
 
@@ -189,8 +187,8 @@ def generation_config(base: Base) -> Result | None:
     return fine("use_cache is not off")
 
 
-def ties(base: Base) -> Result | None:
-    """Whether weights that the config ties have the same values: loading takes one of them for all."""
+def ties(base: Base) -> Finding | None:
+    """Check whether weights that the config ties have the same values: loading takes one of them for all."""
     ties = base.ties
     if not ties:
         return None
@@ -218,8 +216,8 @@ def _came_apart(names: Sequence[str], tensors: Tensors) -> bool:
     return len(contents) > 1
 
 
-def experts(base: Base) -> Result | None:
-    """Whether the experts of a quantized model are quantized, or named by the skip list.
+def experts(base: Base) -> Finding | None:
+    """Check whether the experts of a quantized model are quantized, or named by the skip list.
 
     transformers leaves the stacks of fused experts in half precision, and says nothing.
     """
@@ -233,8 +231,8 @@ def experts(base: Base) -> Result | None:
     return _quantized("experts", [fqn for fqn in matrices if _EXPERTS.search(fqn)])
 
 
-def layers(base: Base) -> Result | None:
-    """Whether the layers of a quantized model are quantized, or named by the skip list.
+def layers(base: Base) -> Finding | None:
+    """Check whether the layers of a quantized model are quantized, or named by the skip list.
 
     A plain layer of the model is one that loading skips; one of a class that its
     authors derived is never quantized.
@@ -253,11 +251,11 @@ def layers(base: Base) -> Result | None:
 
 
 def _unquantized(base: Base) -> list[str] | None:
-    """The matrices of the model that are not quantized, nor skipped by name.
+    """Return the matrices of the model that are not quantized, nor skipped by name.
 
     ``None`` where nothing should be quantized.
     """
-    if not base.is_quantized or not base.quantization.casts:
+    if not base.quantization.is_quantized or not base.quantization.casts:
         return None
 
     others = unexpected_names(base.meta, base.tensors, is_quantized=True)
@@ -275,7 +273,7 @@ def _skip_list(base: Base) -> Sequence[str]:
     return base.meta.hf_quantizer.modules_to_not_convert or ()
 
 
-def _quantized(kind: str, left_out: Sequence[str]) -> Result:
+def _quantized(kind: str, left_out: Sequence[str]) -> Finding:
     if left_out:
         return fault(
             f"{kind} are not quantized",
@@ -283,51 +281,3 @@ def _quantized(kind: str, left_out: Sequence[str]) -> Result:
             "quantize them, or name them in llm_int8_skip_modules",
         )
     return fine("none is left out")
-
-
-def merge(subject: Subject) -> Result | None:
-    """Whether an adapter was merged into 4-bit weights, or else what would measure a merge.
-
-    PEFT's merge rounds most of a small delta away. It quantizes from float32, where
-    loading does so from half: that tells a merged weight. With the base and the adapter
-    the merge itself is measured (`doctor_merge`).
-    """
-    base = subject.base
-    if base is None or subject.given.tells_merge:
-        return None
-
-    sources = base.sources.items()
-    requantized = [fqn for fqn, dtype in sources if dtype == torch.float32]
-    originals = [base.dtype, *base.sources.values()]
-    was_half = any(dtype in HALF_DTYPES for dtype in originals)
-    if requantized and was_half:
-        return fault(
-            _MERGED,
-            f"quantized from float32: {shown(requantized)}; how much survived: not measured",
-            _EXPORT,
-        )
-
-    if subject.given.adapter is None and _may_be_merged(subject, base):
-        return not_measured(_WHETHER_MERGED, _GIVE_ADAPTER)
-    return None
-
-
-def _may_be_merged(subject: Subject, base: Base) -> bool:
-    """Whether weights may be those of a merge, as far as nothing else is asked of them."""
-    if base.sources:
-        return True
-
-    if not isinstance(subject, Folder) or subject.is_numbered or subject.adapters:
-        return False
-
-    return base.is_quantized or not tells_dequantized(subject.given)
-
-
-def tells_dequantized(given: Given) -> bool:
-    """Whether a base and its quantization alone were given: a folder is compared with that base, dequantized."""
-    is_named = given.base is not None and not isinstance(given.base, nn.Module)
-    if not is_named or given.adapter is not None:
-        return False
-
-    is_given = given.quantization_config is not None
-    return is_given or is_told(given.base, None, None, given.trust_remote_code)

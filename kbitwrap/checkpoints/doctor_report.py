@@ -1,7 +1,8 @@
-"""The result of one of the doctor's checks, and the report of all of them."""
+"""The outcome of one of the doctor's checks, and the report of all of them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,64 +18,44 @@ _MAX_LINES = 30  # of the checks, in what ``print`` shows
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault: what it is, where it was found, the evidence, and what to do about it."""
+    """The outcome of a check: a fault, or what is fine, or what could not be measured.
+
+    Attributes:
+        what: The fault, or what could not be measured; in ``DoctorReport.looked_at`` the
+            name of the check.
+        where: The path, or the class of the model.
+        evidence: The evidence; of what could not be measured, why.
+        remedy: What to do about a fault.
+        outcome: ``"fault"``, ``"fine"`` or ``"not measured"``.
+    """
 
     what: str
     where: str
     evidence: str
-    remedy: str
+    remedy: str = ""
+    outcome: str = FAULT
 
     def __str__(self) -> str:
         return f"{self.what}: {self.where}: {self.evidence}; {self.remedy}"
 
 
-@dataclass(frozen=True)
-class Examined:
-    """A check that was made: what was looked at, where, and the outcome with its evidence.
-
-    The outcome is ``"fine"``, ``"fault"``, whose evidence is the ``what`` of the
-    finding, or ``"not measured"``, whose evidence says what it needs.
-    """
-
-    what: str
-    where: str
-    outcome: str
-    evidence: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}: {self.outcome}: {self.evidence}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a check: made by `fine`, `fault` or `not_measured`.
-
-    ``what`` is the fault, or what could not be measured.
-    """
-
-    outcome: str
-    evidence: str
-    what: str = ""
-    remedy: str = ""
-
-
-Checks = Mapping[str, Callable[[Any], Result | None]]
+Checks = Mapping[str, Callable[[Any], Finding | None]]
 """Checks of one kind of subject, by name; ``None`` of one says that there is nothing to look at."""
 
 
-def fine(evidence: str) -> Result:
-    """The result of a check that found no fault."""
-    return Result(FINE, evidence)
+def fine(evidence: str) -> Finding:
+    """Return the outcome of a check that found no fault."""
+    return Finding("", "", evidence, outcome=FINE)
 
 
-def fault(what: str, evidence: str, remedy: str) -> Result:
-    """The result of a check that found a fault."""
-    return Result(FAULT, evidence, what, remedy)
+def fault(what: str, evidence: str, remedy: str) -> Finding:
+    """Return the outcome of a check that found a fault."""
+    return Finding(what, "", evidence, remedy)
 
 
-def not_measured(what: str, why: str) -> Result:
-    """The result of a check that could not be made."""
-    return Result(NOT_MEASURED, why, what)
+def not_measured(what: str, why: str) -> Finding:
+    """Return the outcome of a check that could not be made."""
+    return Finding(what, "", why, outcome=NOT_MEASURED)
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,7 +69,7 @@ class DoctorReport(Report):
         not_measured: What could not be told, and what that needs.
         looked_at: Every check made, each with ``what`` was looked at, ``where``, the
             ``outcome`` (``"fine"``, ``"fault"`` or ``"not measured"``) and the
-            ``evidence``.
+            ``evidence``, which is the finding's ``what`` of a fault.
         merge: The measure of the merge, where the base and the adapter were given:
             ``kept`` and ``error`` (parts of the adapter's delta), ``onto`` and
             ``tensors``; else ``None``.
@@ -97,7 +78,7 @@ class DoctorReport(Report):
     subject: str
     findings: tuple[Finding, ...]
     not_measured: tuple[str, ...]
-    looked_at: tuple[Examined, ...] = ()
+    looked_at: tuple[Finding, ...] = ()
     merge: MergeMeasure | None = None
 
     def __bool__(self) -> bool:
@@ -119,44 +100,47 @@ class DoctorReport(Report):
     def _lines(self) -> list[str]:
         # What is fine comes last, where the list is cut.
         in_order = sorted(self.looked_at, key=lambda check: check.outcome == FINE)
-        return few([str(check) for check in in_order], _MAX_LINES)
+        lines = []
+        for one in in_order:
+            lines.append(f"{one.where}: {one.what}: {one.outcome}: {one.evidence}")
+        return few(lines, _MAX_LINES)
 
 
 class Examination:
-    """Makes checks, one after the other, and keeps their results for the report."""
+    """Makes checks, one after the other, and keeps their outcomes for the report."""
 
     def __init__(self) -> None:
-        self._findings: list[Finding] = []
-        self._not_measured: list[str] = []
-        self._looked_at: list[Examined] = []
+        self._outcomes: list[tuple[str, Finding]] = []  # by the names of the checks
 
     def make(self, checks: Checks, subject: Any, where: str) -> None:
         """Make the checks of a subject."""
         for name, check in checks.items():
-            result = check(subject)
-            if result is not None:
-                self.add(name, where, result)
+            found = check(subject)
+            if found is not None:
+                self.add(name, where, found)
 
-    def add(self, name: str, where: str, result: Result) -> None:
-        """Add the result of one check."""
-        evidence = result.evidence
-        if result.outcome == FAULT:
-            finding = Finding(result.what, where, evidence, result.remedy)
-            self._findings.append(finding)
-            evidence = result.what
-        elif result.outcome == NOT_MEASURED:
-            self._not_measured.append(f"{result.what}: {evidence}")
-
-        self._looked_at.append(Examined(name, where, result.outcome, evidence))
+    def add(self, name: str, where: str, found: Finding) -> None:
+        """Add the outcome of one check."""
+        self._outcomes.append((name, dataclasses.replace(found, where=where)))
 
     def report(self, subject: str, merge: MergeMeasure | None) -> DoctorReport:
-        """The report of the checks that were made, and of the merge that was measured."""
-        # each once: the checkpoints of a run lack the same
-        lacking = dict.fromkeys(self._not_measured)
+        """Report the checks that were made, and the merge that was measured."""
+        findings = []
+        lacking: dict[
+            str, None
+        ] = {}  # each once: the checkpoints of a run lack the same
+        looked_at = []
+        for name, found in self._outcomes:
+            evidence = found.evidence
+            if found.outcome == FAULT:
+                findings.append(found)
+                evidence = found.what
+            elif found.outcome == NOT_MEASURED:
+                lacking[f"{found.what}: {evidence}"] = None
+            looked_at.append(
+                Finding(name, found.where, evidence, outcome=found.outcome)
+            )
+
         return DoctorReport(
-            subject,
-            tuple(self._findings),
-            tuple(lacking),
-            tuple(self._looked_at),
-            merge,
+            subject, tuple(findings), tuple(lacking), tuple(looked_at), merge
         )

@@ -6,26 +6,25 @@ import os
 import re
 import warnings
 import zipfile
-from pathlib import Path
-
-import torch
+from collections.abc import Sequence
+from typing import Any
 
 from ..errors import ConfigError
+from ..model.pretrained import meta_model
+from ..model.wrappers import canonical_fqn
 from ..reports import shown
 from ..tensors.lazy import materialize
-from .doctor_report import Result, fault, fine, not_measured
+from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import (
     OPTIMIZER_NAME,
     Adapter,
     Folder,
-    Optimizer,
     Subject,
-    checkpoint_before,
     dtype_names,
+    is_numbered,
     numbered_folders,
-    tensors_of,
 )
-from .reader import read_json
+from .reader import read_json, recorded_shapes
 
 _STATE_NAME = "trainer_state.json"
 # What LoRA initializes with zeros, so that it adds nothing before the first step.
@@ -38,14 +37,17 @@ _WHAT_WAS_TRAINED = "what the optimizer trained"
 # ----------------------------------------------------------------------------------------------------
 
 
-def adapter_config(adapter: Adapter) -> Result | None:
-    """Whether PEFT can read the config beside a saved adapter.
+def adapter_config(adapter: Adapter) -> Finding | None:
+    """Check whether PEFT can read the config beside a saved adapter.
 
     Without it the values are of no use: nothing else says to which layers they belong.
     """
     from peft import PeftConfig
 
-    path = Path(adapter.where) / "adapter_config.json"
+    if adapter.folder is None:
+        return None
+
+    path = adapter.folder / "adapter_config.json"
     try:
         content = read_json(path)
         method = content["peft_type"]
@@ -62,8 +64,8 @@ def adapter_config(adapter: Adapter) -> Result | None:
     return fine(f"PEFT reads it: {shown(method)}")
 
 
-def adapter_values(adapter: Adapter) -> Result:
-    """Whether an adapter has values, and all of them are finite.
+def adapter_values(adapter: Adapter) -> Finding:
+    """Check whether an adapter has values, and all of them are finite.
 
     Sharded parameters that were not gathered are saved without elements; a loss that
     diverged leaves NaN and infinity.
@@ -81,7 +83,11 @@ def adapter_values(adapter: Adapter) -> Result:
             "gather sharded parameters before they are saved",
         )
 
-    broken = [name for name, tensor in tensors if not _is_finite(tensor)]
+    broken = []
+    for name, tensor in tensors:
+        if not materialize(tensor).float().isfinite().all():
+            broken.append(name)
+
     if broken:
         return fault(
             "an adapter is not finite",
@@ -92,13 +98,8 @@ def adapter_values(adapter: Adapter) -> Result:
     return fine(f"{len(tensors)} tensors are finite")
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    values = materialize(tensor).float()
-    return bool(values.isfinite().all())
-
-
-def adapter_dtypes(adapter: Adapter) -> Result | None:
-    """Whether an adapter has a dtype of its training, and ``lora_B`` that of ``lora_A`` in the same layer."""
+def adapter_dtypes(adapter: Adapter) -> Finding | None:
+    """Check whether an adapter has a dtype of its training, and ``lora_B`` that of ``lora_A`` in the same layer."""
     tensors = adapter.tensors
     if not tensors:
         return None
@@ -134,14 +135,14 @@ def adapter_dtypes(adapter: Adapter) -> Result | None:
     return fine(names)
 
 
-def lora_b(subject: Subject) -> Result | None:
-    """Whether LoRA adds anything: what it starts at zero is zero no more in some layer of some adapter.
+def lora_b(subject: Subject) -> Finding | None:
+    """Check whether LoRA adds anything: what it starts at zero is zero no more in some layer of some adapter.
 
     All adapters are looked at together, because one of several may be a frozen
     reference. A head that was trained beside it does not excuse it: LoRA got no
     gradients.
     """
-    tensors = tensors_of(subject.adapters)
+    tensors = subject.tensors_of_adapters()
     outer = [(name, tensor) for name, tensor in tensors if _ZERO_AT_FIRST.search(name)]
     if not outer:
         return None
@@ -167,8 +168,8 @@ def lora_b(subject: Subject) -> Result | None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def newest_checkpoint(folder: Folder) -> Result | None:
-    """Which of the checkpoints in a folder is the newest."""
+def newest_checkpoint(folder: Folder) -> Finding | None:
+    """Tell which of the checkpoints in a folder is the newest."""
     numbered = numbered_folders(folder.path)
     if not numbered:
         return None
@@ -176,43 +177,73 @@ def newest_checkpoint(folder: Folder) -> Result | None:
     return fine(f"{numbered[-1]}, of {len(numbered)}")
 
 
-def files(folder: Folder) -> Result | None:
-    """Whether the files of adapters, weights and configs can be read."""
+def files(folder: Folder) -> Finding | None:
+    """Check whether the files of adapters, weights and configs can be read."""
     if folder.damaged:
         return _interrupted(folder, "; ".join(folder.damaged))
 
     if folder.adapters or folder.base is not None:
         return fine("adapters, weights and configs can be read")
 
-    if folder.is_numbered and not _has_optimizer(folder):
+    if is_numbered(folder.path) and not _has_optimizer(folder):
         return _interrupted(folder, "there is neither an adapter nor a model")
 
     return None
 
 
-def _interrupted(folder: Folder, evidence: str) -> Result:
-    before = checkpoint_before(folder.path)
+def _interrupted(folder: Folder, evidence: str) -> Finding:
+    path = folder.path
+    before = numbered_folders(path)
+    if is_numbered(path):
+        siblings = numbered_folders(path.parent)
+        before = siblings[: siblings.index(path)]
+
     remedy = "there is none before it: save it again"
-    if before is not None:
-        remedy = f"take the checkpoint before it: {before}"
+    if before:
+        remedy = f"take the checkpoint before it: {before[-1]}"
 
     return fault("a save was interrupted, or a file was damaged", evidence, remedy)
 
 
-def optimizer(folder: Folder) -> Result | None:
-    """Whether a checkpoint has its optimizer, and this trained no more than what was saved.
+def optimizer(folder: Folder) -> Finding | None:
+    """Check whether a checkpoint has its optimizer, and this trained no more than what was saved.
 
     A ``Trainer`` saves the optimizer after the model, then the scheduler and the random
     generators, and its own state last: where one of these is there without it, it was
     lost.
     """
     found = folder.optimizer
-    if found is not None:
-        return _states(folder, found)
+    if found is None:
+        return _without_optimizer(folder) if is_numbered(folder.path) else None
 
-    if not folder.is_numbered:
-        return None
+    if found.unreadable:
+        try:
+            # what ``torch.save`` writes last is there: the file is whole
+            is_archive = zipfile.is_zipfile(folder.path / OPTIMIZER_NAME)
+        except zipfile.BadZipFile:  # of bytes that say that there are other volumes
+            is_archive = False
+        if is_archive:
+            return not_measured(_WHAT_WAS_TRAINED, found.unreadable)
+        return _interrupted(folder, found.unreadable)
 
+    saved = folder.tensors_of_adapters()
+    # what computes prompts is not saved
+    is_prompt = any(name.startswith("prompt_") for name, _ in saved)
+    counts = f"{found.num_states} states, {len(saved)} saved tensors"
+    if not saved or is_prompt or found.num_states <= len(saved):
+        return fine(counts)
+
+    trained = {tuple(moment.shape) for moment in found.moments}
+    unsaved = trained.difference(tuple(tensor.shape) for _, tensor in saved)
+    return fault(
+        "the optimizer has a state for parameters that are not the adapter's",
+        f"{counts}; shapes that none of these has: {shown(sorted(unsaved))}",
+        "freeze what is not saved, or save it (modules_to_save): what it learned is lost",
+    )
+
+
+def _without_optimizer(folder: Folder) -> Finding:
+    """Tell why a checkpoint has no file of an optimizer."""
     if _has_optimizer(folder):
         return not_measured(_WHAT_WAS_TRAINED, "it was saved in shards")
 
@@ -230,46 +261,15 @@ def optimizer(folder: Folder) -> Result | None:
 
 
 def _has_optimizer(folder: Folder) -> bool:
-    """Whether an optimizer was saved, by FSDP and DeepSpeed in shards."""
+    """Return whether an optimizer was saved, by FSDP and DeepSpeed in shards."""
     found = [*folder.path.glob("*optimizer*"), *folder.path.glob("global_step*")]
     return any(path.is_file() or path.is_dir() for path in found)
 
 
-def _is_archive(path: Path) -> bool:
-    """Whether a file is whole, as far as what ``torch.save`` writes last tells it."""
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # of bytes that say that there are other volumes
-        return False
-
-
-def _states(folder: Folder, optimizer: Optimizer) -> Result:
-    """Whether an optimizer that was saved can be read, and has states of what was saved alone."""
-    if optimizer.unreadable:
-        if _is_archive(folder.path / OPTIMIZER_NAME):
-            return not_measured(_WHAT_WAS_TRAINED, optimizer.unreadable)
-        return _interrupted(folder, optimizer.unreadable)
-
-    saved = tensors_of(folder.adapters)
-    # what computes prompts is not saved
-    is_prompt = any(name.startswith("prompt_") for name, _ in saved)
-    counts = f"{optimizer.num_states} states, {len(saved)} saved tensors"
-    if not saved or is_prompt or optimizer.num_states <= len(saved):
-        return fine(counts)
-
-    trained = {tuple(moment.shape) for moment in optimizer.moments}
-    unsaved = trained.difference(tuple(tensor.shape) for _, tensor in saved)
-    return fault(
-        "the optimizer has a state for parameters that are not the adapter's",
-        f"{counts}; shapes that none of these has: {shown(sorted(unsaved))}",
-        "freeze what is not saved, or save it (modules_to_save): what it learned is lost",
-    )
-
-
-def trainer_state(folder: Folder) -> Result | None:
-    """Whether the state that a ``Trainer`` writes last can be read, and at which step it was."""
+def trainer_state(folder: Folder) -> Finding | None:
+    """Check whether the state that a ``Trainer`` writes last can be read, and at which step it was."""
     path = folder.path / _STATE_NAME
-    is_expected = folder.is_numbered and _has_optimizer(folder)
+    is_expected = is_numbered(folder.path) and _has_optimizer(folder)
     if not is_expected and not os.path.lexists(path):
         return None
 
@@ -282,29 +282,33 @@ def trainer_state(folder: Folder) -> Result | None:
     return fine(f"step {shown(step)} of {shown(last)}")
 
 
-def tokenizer(folder: Folder) -> Result | None:
-    """Whether the embeddings have a row for each id of the tokenizer that was saved beside them.
+def tokenizer(folder: Folder) -> Finding | None:
+    """Check whether the embeddings have a row for each id of the tokenizer that was saved beside them.
 
     A chat template's tokens are added to a tokenizer; where the embeddings were not
     resized, looking one up fails.
     """
+    from tokenizers import Tokenizer
+
     path = folder.path / "tokenizer.json"
     if not path.is_file():
         return None
 
     try:
-        ids = _token_ids(path)
-    except ConfigError as error:
-        return _interrupted(folder, str(error))
+        ids = Tokenizer.from_file(os.fspath(path)).get_vocab()
+    except Exception as error:  # it raises nothing more special
+        return _interrupted(
+            folder, f"{path}: expected a tokenizer, found a damaged file: {error}"
+        )
 
-    embedding = folder.embedding()
-    if embedding is None:
+    embeddings = _embeddings(folder)
+    if embeddings is None:
         return not_measured(
             "whether the embeddings have a row for each id of the tokenizer",
             "give base (--base): they are not known from what is saved here",
         )
 
-    fqn, num_rows = embedding
+    fqn, num_rows = embeddings
     beyond = [
         f"{token} ({number})" for token, number in ids.items() if number >= num_rows
     ]
@@ -318,12 +322,39 @@ def tokenizer(folder: Folder) -> Result | None:
     return fine(f"{len(ids)} ids, and {fqn} has {num_rows} rows")
 
 
-def _token_ids(path: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
+def _embeddings(folder: Folder) -> tuple[str, int] | None:
+    """Return the name of the input embeddings, and the number of their rows; ``None`` where nothing tells them.
+
+    Those that are saved here count, and else those of the manifest: they were resized or
+    trained. Otherwise the base's own do.
+    """
+    shapes: dict[str, Sequence[int]] = {}
+    if folder.manifest is not None:
+        shapes.update(recorded_shapes(folder.manifest))
+
+    saved = folder.tensors_of_adapters()
+    model: Any = folder.options.base
+    if folder.base is not None:
+        saved += folder.base.tensors.items()
+        model = folder.base.meta
+    elif folder.options.named_base is not None:
+        model = meta_model(model)
+
+    for name, tensor in saved:
+        shapes[canonical_fqn(name)] = tensor.shape
+
+    if model is None:
+        names = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
+        return (names[0], shapes[names[0]][0]) if names else None
 
     try:
-        return Tokenizer.from_file(os.fspath(path)).get_vocab()
-    except Exception as error:  # it raises nothing more special
-        raise ConfigError(
-            f"{path}: expected a tokenizer, found a damaged file: {error}"
-        ) from error
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):  # its input is no text
+        return None
+
+    for name, parameter in model.named_parameters():
+        if parameter is weight:
+            fqn = canonical_fqn(name)
+            return fqn, shapes.get(fqn, parameter.shape)[0]
+
+    return None

@@ -7,10 +7,10 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +40,6 @@ from .reader import (
     open_checkpoint,
     read_json,
     read_tensors,
-    recorded_shapes,
     saved_manifest,
     tied_names,
 )
@@ -51,7 +50,6 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MOMENTS = ("exp_avg", "state1", "momentum_buffer")
 _MAX_STATE_BYTES = 4096  # of a 4-bit weight's statistics, as JSON
 Tensors = Mapping[str, torch.Tensor]
-_Sources = dict[str, torch.dtype | None]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -59,9 +57,8 @@ _Sources = dict[str, torch.dtype | None]
 # ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Given:
-    """The caller's options beside the subject.
+class DoctorOptions(NamedTuple):
+    """The caller's options beside what is examined.
 
     Attributes:
         base: The base that was trained on: a folder, a name, a model, or ``None``.
@@ -75,30 +72,18 @@ class Given:
 
     base: Any
     adapter: Any
-    quantization_config: Any = None
-    device: Any = None
-    trust_remote_code: bool = False
+    quantization_config: Any
+    device: Any
+    trust_remote_code: bool
 
     @property
-    def tells_merge(self) -> bool:
-        """Whether it tells what a merge should be: by the adapter, and a base that can be loaded."""
-        is_named = self.base is not None and not isinstance(self.base, nn.Module)
-        return is_named and self.adapter is not None
-
-    @functools.cached_property
-    def model(self) -> Any:
-        """The base, without weights where it is named.
-
-        ``None`` where none was given.
-        """
-        if self.base is None or isinstance(self.base, nn.Module):
-            return self.base
-        return meta_model(self.base)
+    def named_base(self) -> Any:
+        """The base, if it is a folder or a name, which can be loaded as it was trained on."""
+        return None if isinstance(self.base, nn.Module) else self.base
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """The state of an optimizer.
+class Optimizer(NamedTuple):
+    """The saved state of an optimizer.
 
     Attributes:
         num_states: The number of parameters that have a state.
@@ -114,17 +99,18 @@ class Optimizer:
     unreadable: str = ""
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """An adapter, and what is known of its training.
 
     Attributes:
         where: Its folder, or the class of the live model.
+        folder: Its folder; ``None`` of a live one.
         tensors: Its tensors, by their names in the file or the live model.
         trained: The names of its dtypes in training, where they are known.
     """
 
     where: str
+    folder: Path | None
     tensors: Tensors
     trained: frozenset[str]
 
@@ -152,7 +138,7 @@ class Base:
     meta: Any
     ties: Sequence[Sequence[str]]
     dtype: torch.dtype | None
-    sources: _Sources
+    sources: Mapping[str, torch.dtype | None]
     transposed: Sequence[str]
     left: Sequence[str] | None
     use_cache: Mapping[str, Any]
@@ -162,12 +148,9 @@ class Base:
     @functools.cached_property
     def quantization(self) -> Quantization:
         """How its config says that it is quantized."""
+        if self.meta is None:
+            return Quantization(None)
         return ModelTree(self.meta).quantization
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether its config says that it is quantized."""
-        return self.meta is not None and self.quantization.is_quantized
 
 
 @dataclass(frozen=True)
@@ -176,15 +159,23 @@ class Subject:
 
     Attributes:
         where: Its path, or the class of the model.
-        given: What the caller gave beside it.
+        options: The caller's options.
         adapters: The adapters in it; of a live model, all together.
         base: The base in it, or ``None``.
     """
 
     where: str
-    given: Given
+    options: DoctorOptions
     adapters: Sequence[Adapter]
     base: Base | None
+
+    def tensors_of_adapters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors of all adapters, with their names."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for adapter in self.adapters:
+            found += adapter.tensors.items()
+
+        return found
 
 
 @dataclass(frozen=True)
@@ -203,56 +194,6 @@ class Folder(Subject):
     optimizer: Optimizer | None
     damaged: Sequence[str]
 
-    @property
-    def is_numbered(self) -> bool:
-        """Whether a ``Trainer`` saved it on the way."""
-        return is_numbered(self.path)
-
-    def embedding(self) -> tuple[str, int] | None:
-        """The name of the input embeddings, and the number of their rows; ``None`` where nothing tells them.
-
-        Those that are saved here count, and else those of the manifest: they were
-        resized or trained.
-        """
-        shapes: dict[str, Sequence[int]] = {}
-        if self.manifest is not None:
-            shapes.update(recorded_shapes(self.manifest))
-
-        saved = tensors_of(self.adapters)
-        if self.base is not None:
-            saved += self.base.tensors.items()
-
-        for name, tensor in saved:
-            shapes[canonical_fqn(name)] = tensor.shape
-
-        model = self.given.model if self.base is None else self.base.meta
-        if model is not None:
-            return _embedding_of(model, shapes)
-
-        for fqn, shape in shapes.items():
-            if fqn.endswith("embed_tokens.weight"):
-                return fqn, shape[0]
-
-        return None
-
-
-def _embedding_of(
-    model: Any, shapes: Mapping[str, Sequence[int]]
-) -> tuple[str, int] | None:
-    """The name of a model's input embeddings, and their rows, by a shape that is known or else the model's own."""
-    try:
-        weight = model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):  # its input is no text
-        return None
-
-    for name, parameter in model.named_parameters():
-        if parameter is weight:
-            fqn = canonical_fqn(name)
-            shape = shapes.get(fqn, parameter.shape)
-            return fqn, shape[0]
-
-    return None
-
 
 @dataclass(frozen=True)
 class LiveModel(Subject):
@@ -267,17 +208,8 @@ class LiveModel(Subject):
     preparation: Preparation | None
 
 
-def tensors_of(adapters: Iterable[Adapter]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of all adapters, with their names."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for adapter in adapters:
-        found += adapter.tensors.items()
-
-    return found
-
-
 def dtype_names(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-    """The names of the dtypes of tensors."""
+    """Return the names of the dtypes of tensors."""
     return frozenset(dtype_name(tensor.dtype) for tensor in tensors)
 
 
@@ -286,7 +218,7 @@ def dtype_names(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
 # ----------------------------------------------------------------------------------------------------
 
 
-def read_run(path: Path, given: Given) -> list[Folder]:
+def read_run(path: Path, options: DoctorOptions) -> list[Folder]:
     """Read a folder, or a file of weights, and the checkpoints that a ``Trainer`` left in it, the newest last.
 
     The manifests of one run agree: the newest counts for all of it.
@@ -300,7 +232,7 @@ def read_run(path: Path, given: Given) -> list[Folder]:
 
     # not by a method of ``Path``, which raises where a name is too long
     there = [place for place in places if os.path.exists(place)]
-    folders = [_read_folder(place, given, manifest) for place in there]
+    folders = [_read_folder(place, options, manifest) for place in there]
     if not any(folder.adapters or folder.base or folder.damaged for folder in folders):
         raise ConfigError(
             f"{str(path)!r}: expected a checkpoint, an adapter or a Trainer's output, found no .safetensors or .bin "
@@ -311,12 +243,12 @@ def read_run(path: Path, given: Given) -> list[Folder]:
 
 
 def is_numbered(path: Path) -> bool:
-    """Whether a folder has the name of one that a ``Trainer`` saves on the way."""
+    """Return whether a folder has the name of one that a ``Trainer`` saves on the way."""
     return _CHECKPOINT.fullmatch(path.name) is not None
 
 
 def numbered_folders(path: Path) -> list[Path]:
-    """The checkpoints that a ``Trainer`` left in a folder, the newest last."""
+    """Return the checkpoints that a ``Trainer`` left in a folder, the newest last."""
     if not os.path.isdir(path):
         return []
 
@@ -324,79 +256,60 @@ def numbered_folders(path: Path) -> list[Path]:
     return sorted(found, key=lambda inside: int(inside.name.rpartition("-")[2]))
 
 
-def checkpoint_before(path: Path) -> Path | None:
-    """The newest checkpoint that a ``Trainer`` saved before a folder was written."""
-    older = numbered_folders(path)
-    if is_numbered(path):
-        siblings = numbered_folders(path.parent)
-        older = siblings[: siblings.index(path)]
-
-    return older[-1] if older else None
-
-
-def _read_folder(path: Path, given: Given, manifest: Manifest | None) -> Folder:
+def _read_folder(
+    path: Path, options: DoctorOptions, manifest: Manifest | None
+) -> Folder:
     """Read what there is in a folder of a run: headers alone, but for JSON."""
     optimizer = None
     if (path / OPTIMIZER_NAME).is_file():
         optimizer = _read_optimizer(path / OPTIMIZER_NAME)
 
-    damaged: list[str] = []
+    # that of ``default`` is in the folder itself, others in one of their name in it
+    files = {}
+    for place in (path, *path.glob("*/")):
+        file = adapter_file(place)
+        if file is not None and (place == path or not is_numbered(place)):
+            files[place] = file
+
+    damaged = []
     adapters = []
-    files = _adapter_files(path)
     # one of several may be frozen
     trained = optimizer if len(files) == 1 else None
     for place, file in files.items():
-        with _noting(damaged):
-            name = "default" if place == path else place.name
-            dtypes = _trained_dtypes(name, manifest, trained)
-            adapters.append(Adapter(str(place), _lazy(read_tensors(file)), dtypes))
+        name = "default" if place == path else place.name
+        dtypes = _trained_dtypes(name, manifest, trained)
+        try:
+            stored = read_tensors(file)
+        except ConfigError as error:
+            damaged.append(str(error))
+            continue
+        lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
+        adapters.append(Adapter(str(place), place, lazy, dtypes))
 
     base = None
-    with _noting(damaged):
+    try:
         if has_weights(path):
             base = _saved_base(path)
-
-    return Folder(str(path), given, adapters, base, path, manifest, optimizer, damaged)
-
-
-@contextlib.contextmanager
-def _noting(damaged: list[str]) -> Iterator[None]:
-    """Note why a file cannot be read, and go on."""
-    try:
-        yield
     except ConfigError as error:
         damaged.append(str(error))
 
-
-def _lazy(stored: Mapping[str, StoredTensor]) -> Tensors:
-    return {name: tensor.lazy() for name, tensor in stored.items()}
-
-
-def _adapter_files(folder: Path) -> dict[Path, Path]:
-    """The files of adapters by their folders: of ``default`` it is this one, of others one of their name in it."""
-    files = {}
-    for place in (folder, *folder.glob("*/")):
-        file = adapter_file(place)
-        if file is not None and (place == folder or not is_numbered(place)):
-            files[place] = file
-
-    return files
+    return Folder(
+        str(path), options, adapters, base, path, manifest, optimizer, damaged
+    )
 
 
 def _read_optimizer(path: Path) -> Optimizer:
     """Read a saved optimizer, whose tensors stay unread."""
-    try:
-        content = load_pickled(path)
-    except ConfigError as error:
-        return Optimizer(unreadable=str(error))
-
     moments = []
     try:
+        content = load_pickled(path)
         states = content["state"].values()
         for state in states:
             found = [state.get(key) for key in _MOMENTS]
             moments += [one for one in found if isinstance(one, torch.Tensor)]
         is_torchs = any("foreach" in group for group in content["param_groups"])
+    except ConfigError as error:
+        return Optimizer(unreadable=str(error))
     except (AttributeError, LookupError, TypeError) as error:
         why = f"{path}: expected the state of an optimizer: {error!r}"
         return Optimizer(unreadable=why)
@@ -407,7 +320,7 @@ def _read_optimizer(path: Path) -> Optimizer:
 def _trained_dtypes(
     name: str, manifest: Manifest | None, optimizer: Optimizer | None
 ) -> frozenset[str]:
-    """The dtypes of an adapter in training, by the manifest, or else by the states of torch's own optimizer."""
+    """Return the dtypes of an adapter in training, by the manifest, or else by the states of torch's own optimizer."""
     if manifest is not None:
         for fqn, record in manifest.adapters.items():
             if fqn.rpartition(".")[2] == name:
@@ -420,14 +333,24 @@ def _trained_dtypes(
 
 
 def _saved_base(path: Path) -> Base:
+    """Read the headers of a saved base, and the statistics of its 4-bit weights."""
     checkpoint = open_checkpoint(path)
     report = inspect_checkpoint(path)
-    sources = _saved_sources(checkpoint.tensors)
     plain: dict[str, torch.Tensor] = {}
+    sources: dict[str, torch.dtype | None] = {}
+    transposed = []
     for name, stored in checkpoint.tensors.items():
         fqn = canonical_fqn(name)
-        if name not in checkpoint.beside and fqn not in sources:
+        weight, is_state, _ = fqn.partition(".quant_state.")
+        if is_state:
+            sources[weight] = _dtype_in_state(stored)
+        if name.endswith(".absmax") and len(stored.shape) > 1:
+            transposed.append(fqn.removesuffix(".absmax"))
+        if name not in checkpoint.beside:
             plain[fqn] = stored.lazy()
+
+    for weight in sources:
+        plain.pop(weight, None)
 
     left: list[str] = []
     if set(sources.values()) != {torch.float32}:
@@ -441,45 +364,30 @@ def _saved_base(path: Path) -> Base:
             use_cache[file.name] = read_json(file).get("use_cache")
 
     meta = checkpoint.meta_model()
+    is_all_float32 = report.half_dtype is None and report.dtypes.keys() == {"float32"}
     return Base(
         plain,
         meta,
         checkpoint.ties(meta),
         checkpoint.dtype,
         sources,
-        _saved_transposed(checkpoint.tensors),
+        transposed,
         left,
         use_cache,
-        False,
-        report.half_dtype is None and report.dtypes.keys() == {"float32"},
+        is_all_float32=is_all_float32,
     )
 
 
-def _saved_transposed(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """The 4-bit weights whose scales have two dimensions, as those of repacked weights."""
-    found = []
-    for name, stored in tensors.items():
-        if name.endswith(".absmax") and len(stored.shape) > 1:
-            found.append(canonical_fqn(name).removesuffix(".absmax"))
+def _dtype_in_state(stored: StoredTensor) -> torch.dtype | None:
+    """Return the dtype from which a 4-bit weight was quantized, by its statistics; ``None`` where these are damaged."""
+    if stored.num_bytes >= _MAX_STATE_BYTES:
+        return None
 
-    return found
-
-
-def _saved_sources(tensors: Mapping[str, StoredTensor]) -> _Sources:
-    """The dtype from which each 4-bit weight was quantized, as the statistics beside it say."""
-    found: _Sources = {}
-    for name, stored in tensors.items():
-        fqn, is_state, _ = canonical_fqn(name).partition(".quant_state.")
-        if not is_state:
-            continue
-        found[fqn] = None
-        # damaged, it tells nothing
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            if stored.num_bytes < _MAX_STATE_BYTES:
-                content = bytes(materialize(stored.lazy()).tolist())
-                found[fqn] = find_dtype(json.loads(content)["dtype"])
-
-    return found
+    try:
+        content = bytes(materialize(stored.lazy()).tolist())
+        return find_dtype(json.loads(content)["dtype"])
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -487,7 +395,7 @@ def _saved_sources(tensors: Mapping[str, StoredTensor]) -> _Sources:
 # ----------------------------------------------------------------------------------------------------
 
 
-def walk_live(model: nn.Module, given: Given) -> LiveModel:
+def walk_live(model: nn.Module, options: DoctorOptions) -> LiveModel:
     """Walk a live model, which is not changed.
 
     Raise where its tensors cannot be read.
@@ -503,9 +411,9 @@ def walk_live(model: nn.Module, given: Given) -> LiveModel:
     where = type(model).__name__
     adapters = []
     if own:
-        adapters.append(Adapter(where, own, dtype_names(own.values())))
+        adapters.append(Adapter(where, None, own, dtype_names(own.values())))
 
-    return LiveModel(where, given, adapters, base, tree, preparation)
+    return LiveModel(where, options, adapters, base, tree, preparation)
 
 
 def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
@@ -516,22 +424,30 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
         meta = meta_model(config)
 
     plain: dict[str, torch.Tensor] = {}
-    sources: _Sources = {}
+    sources: dict[str, torch.dtype | None] = {}
     transposed = []
+    are_scales_hidden = False
     for tensor in tree.base_tensors:
+        state = quant_state_of(tensor.module, tensor.parameter)
+        if state is not None:
+            are_scales_hidden |= is_repacked(vars(state))
         if not is_quantized_parameter(tensor.parameter):
             plain[tensor.fqn] = tensor.parameter
             continue
-        state = quant_state_of(tensor.module, tensor.parameter)
         if state is not None:
             # of a prepared one, the original dtype
             sources[tensor.fqn] = vars(state).get("original_dtype", state.dtype)
         if not is_prepared and has_transposed_scales(tensor.module):
             transposed.append(tensor.fqn)
 
-    left = None
+    # float32 parameters that the architecture loads in half
+    left: list[str] | None = None
     if meta is not None and not is_prepared:
-        left = _left_in_float32(plain, meta)
+        left = []
+        for fqn, loaded in meta.named_parameters(remove_duplicate=False):
+            is_float32 = fqn in plain and plain[fqn].dtype == torch.float32
+            if is_float32 and loaded.dtype in HALF_DTYPES:
+                left.append(fqn)
 
     use_cache = {}
     if not is_prepared:
@@ -539,21 +455,14 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
             found = getattr(bare, name, None)
             use_cache[name] = getattr(found, "use_cache", None)
 
-    dtype = getattr(config, "dtype", None)
-    ties = tied_names(meta)
-    states = [quant_state_of(one.module, one.parameter) for one in tree.base_tensors]
-    is_hidden = any(state is not None and is_repacked(vars(state)) for state in states)
     return Base(
-        plain, meta, ties, dtype, sources, transposed, left, use_cache, is_hidden
+        plain,
+        meta,
+        tied_names(meta),
+        getattr(config, "dtype", None),
+        sources,
+        transposed,
+        left,
+        use_cache,
+        are_scales_hidden,
     )
-
-
-def _left_in_float32(plain: Tensors, meta: nn.Module) -> list[str]:
-    """The float32 parameters that the architecture loads in half."""
-    left = []
-    for fqn, loaded in meta.named_parameters(remove_duplicate=False):
-        is_float32 = fqn in plain and plain[fqn].dtype == torch.float32
-        if is_float32 and loaded.dtype in HALF_DTYPES:
-            left.append(fqn)
-
-    return left

@@ -36,11 +36,8 @@ from .causes import (
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
     TRANSPOSED,
-    Causes,
-    by_cause,
-    is_lost,
+    find_causes,
     is_right,
-    of_requantized,
 )
 from .figures import Figures, Stored, compare
 from .sides import (
@@ -67,7 +64,6 @@ _TOLD_ONTO = {
     ORIGINAL: "added to the base's own weights, not to the quantized ones that it was trained on",
 }
 MISSING = "missing from the checkpoint"
-LOST_BY_A_TIE = "a trained weight was lost: loading ties it to another"
 UNKNOWN = "in neither the base nor the adapter"
 WRONG_SHAPE = "another shape than the base's"
 WRONG_DTYPE = "numbers of another kind than the base's"
@@ -191,25 +187,9 @@ def measure_merge(
         onto=functools.partial(merged_onto, adapted),
     )
     figures = list(measuring.figures(progress))
-    change_of = measuring.change_of
-    causes = Causes(figures, measuring.copies_in_files, change_of)
-    wrong = {
-        one.fqn: causes.of(one)
-        for one in figures
-        if not is_right(one) and one.fqn not in measuring.wrong
-    }
-    in_codes = [one for one in figures if one.is_quantized and one.delta]
-    if is_lost(in_codes):
-        wrong |= {
-            one.fqn: (of_requantized(one), "")
-            for one in in_codes
-            if one.fqn not in wrong
-        }
-
-    for fqn, partner in measuring.tied.items():
-        if fqn in wrong:
-            wrong[fqn] = LOST_BY_A_TIE, f"it is {partner} now"
-
+    wrong = find_causes(
+        figures, measuring.copies_in_files, measuring.tied, measuring.change_of
+    )
     wrong |= measuring.wrong
     return _total(figures, wrong)
 
@@ -231,15 +211,18 @@ def _total(
         kept = 1.0
 
     error = math.sqrt(off)
+    by_cause: dict[str, list[str]] = {}
+    for fqn, (cause, _) in wrong.items():
+        by_cause.setdefault(cause, []).append(fqn)
+
     faults = []
-    for cause, found in by_cause(wrong).items():
-        fqns = tuple(fqn for fqn, _ in found)
-        evidence = found[0][1]
+    for cause, fqns in by_cause.items():
+        evidence = wrong[fqns[0]][1]
         if cause in (REQUANTIZED, REQUANTIZED_TO_4_BITS):
             evidence = (
                 f"{kept:.0%} of the delta survived, with an error of {error:.0%} of it"
             )
-        faults.append(MergeFault(cause, fqns, evidence))
+        faults.append(MergeFault(cause, tuple(fqns), evidence))
 
     onto = _onto(adapted, wrong)
     return MergeMeasure(kept, error, onto, tensors, len(figures), tuple(faults))

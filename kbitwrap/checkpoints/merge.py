@@ -38,13 +38,18 @@ from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import parse_dtype
 from .adapters import SavedAdapter, read_adapter
 from .base import (
-    QUANTIZATION,
     TrainedBase,
     load_adapted,
     name_of_base,
     named_base,
     other_named_base,
-    own_quantization,
+)
+from .base_quantization import (
+    GIVEN,
+    OF_BASE,
+    OF_MANIFEST,
+    BaseQuantization,
+    find_quantization,
 )
 from .beside import are_copies, copy_files, files_beside
 from .measure import measure_merge
@@ -190,11 +195,14 @@ def merge_checkpoint(
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
         record = _record(saved, manifest)
+        quantization = find_quantization(
+            base, quantization_config, record, saved, trust_remote_code
+        )
         trained, adapted = load_adapted(
             base,
             saved,
             record,
-            quantization_config,
+            quantization,
             dtype,
             device,
             trust_remote_code,
@@ -216,15 +224,14 @@ def merge_checkpoint(
         # a manifest that was compared proves the base, whatever its name
         is_proven = trained.check is not None
         other = None if is_proven or saved is None else other_named_base(saved, base)
-        own = own_quantization(base, trust_remote_code)
-        is_of_run = own is not None or _is_beside(saved)
-        how = _how(trained.model, _said(record, is_of_run), form)
+        how = _how(trained.model, _said(quantization, record), form)
         name = os.fspath(base)
         if saved is not None and other is None:
             name = saved.config.get("base_model_name_or_path") or name
         notes = [note] if note else []
         loaded = trained.model.dtype
-        if dtype is not None and own is not None and parse_dtype(dtype) != loaded:
+        is_own = quantization.source == OF_BASE
+        if dtype is not None and is_own and parse_dtype(dtype) != loaded:
             notes.append(kept_dtype(loaded, parse_dtype(dtype)))
         if left:
             notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
@@ -322,23 +329,16 @@ def _refuse_wrong(
         raise ExportError(f"what was written is {found}; nothing was left")
 
 
-def _is_beside(saved: SavedAdapter | None) -> bool:
-    """Whether the config of the model that was trained lies beside the adapter."""
-    return saved is not None and bool(saved.config_of_model)
+def _said(quantization: BaseQuantization, manifest: Manifest | None) -> str:
+    """Say who tells how the base was quantized in training."""
+    if quantization.source == GIVEN:
+        return "as the merge was told, which no record of the training confirms,"
 
-
-def _said(manifest: Manifest | None, is_of_run: bool) -> str:
-    """The words for who says how the base was quantized.
-
-    That is a manifest, or else a config: the base's own, or the one beside the adapter.
-    """
-    if is_of_run or (manifest is not None and not manifest.unknown):
-        return "as in training"
-
-    if manifest is not None and QUANTIZATION not in manifest.unknown:
+    is_stamped = manifest is not None and bool(manifest.unknown)
+    if quantization.source == OF_MANIFEST and is_stamped:
         return "as a manifest says that was made after the run,"
 
-    return "as the merge was told, which no record of the training confirms,"
+    return "as in training"
 
 
 def _how(model: Any, said: str, form: MergeForm) -> str:

@@ -16,12 +16,12 @@ from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
-from .base import (
+from .base import adapted_base, load_base, named_base
+from .base_quantization import (
     QUANTIZATION,
-    adapted_base,
-    is_told,
-    load_base,
-    named_base,
+    UNKNOWN,
+    UNQUANTIZED,
+    find_quantization,
 )
 
 _UNKNOWN = (
@@ -95,14 +95,16 @@ def stamp_adapter(
         device = accelerator_type() or "cpu"
 
     unknown = list(_UNKNOWN)
-    is_known = is_told(base, saved, None, trust_remote_code)
-    if quantization_config is None and not is_known:
+    quantization = find_quantization(
+        base, quantization_config, None, saved, trust_remote_code
+    )
+    if quantization.source == UNKNOWN:
         unknown.append(QUANTIZATION)
-        quantization_config = False
+        quantization = UNQUANTIZED
 
     with torch.random.fork_rng(devices=[]), plain_mode():  # loading draws numbers
         trained = load_base(
-            base, saved, None, quantization_config, dtype, device, trust_remote_code
+            base, saved, None, quantization, dtype, device, trust_remote_code
         )
         recorded = _record(trained.model)
         adapted_base(trained, saved)  # which raises for an adapter of another base

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from kbitwrap import DoctorReport, doctor, merge_checkpoint
-from kbitwrap.checkpoints.causes import Causes, is_right
+from kbitwrap.checkpoints.causes import find_causes, is_right
 from kbitwrap.checkpoints.figures import Figures, compare
 from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
@@ -198,7 +198,7 @@ def test_one_expert_of_many_is_told(scale: float, cause: str) -> None:
     found[77] = (trained[77] + scale * delta[77]).bfloat16()
     figures = measured()
     assert not is_right(figures)
-    told, evidence = Causes([figures], (), lambda figures: found[0]).of(figures)
+    told, evidence = find_causes([figures], (), {}, lambda figures: (found[0], delta[0]))["experts"]
     assert told.startswith(cause)
     assert evidence == "in experts[77]"
     found[77] = after[5]

@@ -22,6 +22,7 @@ import kbitwrap.tensors.bits as bits_module
 from kbitwrap import ConfigError, ManifestMismatchError, doctor, merge_checkpoint, stamp_adapter
 from kbitwrap.checkpoints.adapters import read_adapter
 from kbitwrap.checkpoints.base import load_adapted, load_base
+from kbitwrap.checkpoints.base_quantization import GIVEN, BaseQuantization
 from kbitwrap.manifest.contents import Contents, read_contents
 from kbitwrap.model.bitsandbytes_layers import dequantizer, is_pending, make_pending, quantized_layer
 from kbitwrap.model.pretrained import layers_to_quantize
@@ -56,9 +57,13 @@ def save(name: str, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
+def given(settings: BitsAndBytesConfig) -> BaseQuantization:
+    return BaseQuantization(settings.to_dict(), GIVEN)
+
+
 def load(folder: Path, settings: BitsAndBytesConfig, *, may_be_pending: bool = True) -> tuple[int, Contents]:
     """The number of layers that are pending, and all that a manifest records of the model."""
-    model = load_base(folder, None, None, settings, may_be_pending=may_be_pending).model
+    model = load_base(folder, None, None, given(settings), may_be_pending=may_be_pending).model
     return sum(map(is_pending, model.modules())), read_contents(ModelTree(model), None)
 
 
@@ -165,7 +170,7 @@ def test_the_layers_to_quantize_are_those_that_transformers_chooses(names: str) 
 
 def test_what_would_be_converted_is_loaded_quantized() -> None:
     settings = zoo._quantization_config(zoo.ARCHITECTURES["llama"], "nf4", BFLOAT16)
-    model = load_base(zoo.checkpoint("llama"), None, None, settings, BFLOAT16, may_be_pending=True).model
+    model = load_base(zoo.checkpoint("llama"), None, None, given(settings), BFLOAT16, may_be_pending=True).model
     assert not any(map(is_pending, model.modules()))
     assert any(map(is_quantized_layer, model.modules()))
 
@@ -181,7 +186,7 @@ def test_a_base_is_quantized_where_peft_makes_an_adapter_from_its_weights(
     settings = zoo._quantization_config(zoo.ARCHITECTURES["llama"], quant, BFLOAT16)
     model = zoo.load("llama", quant)
     peft.get_peft_model(model, zoo.lora_config("llama", **options)).save_pretrained(tmp_path / "adapter")
-    trained, adapted = load_adapted(folder, read_adapter(tmp_path / "adapter"), None, settings)
+    trained, adapted = load_adapted(folder, read_adapter(tmp_path / "adapter"), None, given(settings))
     assert any(map(is_pending, adapted.modules())) == is_left_pending
     assert trained.model is adapted.get_base_model()  # type: ignore[operator]
 
@@ -193,7 +198,7 @@ def test_a_pending_base_is_never_changed_by_an_adapter(tmp_path: Path) -> None:
     config = zoo.lora_config("llama", init_lora_weights="pissa")
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match=r"does not fit the base: .*PiSSA"):
-        load_adapted(folder, read_adapter(tmp_path / "adapter"), None, NF4)
+        load_adapted(folder, read_adapter(tmp_path / "adapter"), None, given(NF4))
 
 
 def layers(quant: str, width: int, storage: torch.dtype = torch.uint8) -> tuple[nn.Module, nn.Module]:

@@ -1,0 +1,167 @@
+"""How a base was quantized in training, and who says so: the one answer, made from all that may say it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..config import QuantKind, StrPath
+from ..errors import ConfigError, ManifestMismatchError
+from ..manifest.manifest import Manifest
+from ..model.pretrained import read_config
+from ..model.quantization import kind_of
+from ..tensors.dtypes import find_dtype
+from .adapters import SavedAdapter
+from .reader import recorded_quantization
+
+QUANTIZATION = "how the base was quantized in training"
+"""The words for it in a manifest that was made afterwards and does not know it."""
+OF_BASE = "the base's config.json says"
+OF_MANIFEST = "the manifest says"
+BESIDE_ADAPTER = "the config.json beside the adapter says"
+GIVEN = "was given"
+OF_MERGE = "the merged checkpoint's config.json says"
+FITTED = "the checkpoint fits"
+UNKNOWN = "nothing says"
+_COMPUTE_DTYPE = "bnb_4bit_compute_dtype"
+
+
+class BaseQuantization(NamedTuple):
+    """The quantization of a base in training, and who says so.
+
+    Attributes:
+        config: The config for ``from_pretrained``, as plain values; empty of a base
+            that was not quantized.
+        source: Who says so: one of the constants of this module, which are words that go
+            on after "which".
+    """
+
+    config: Mapping[str, Any]
+    source: str
+
+    @property
+    def kind(self) -> QuantKind | None:
+        """The kind of quantization; ``None`` of one that has no word."""
+        return kind_of(self.config)
+
+    @property
+    def form(self) -> str:
+        """The form of the base's weights, in words."""
+        if self.kind is None:
+            return "quantized"
+        return "as they are" if self.kind is QuantKind.NONE else f"in {self.kind}"
+
+
+UNQUANTIZED = BaseQuantization({}, GIVEN)
+
+
+def find_quantization(
+    base: StrPath,
+    given: Any,
+    manifest: Manifest | None,
+    saved: SavedAdapter | None,
+    trust_remote_code: bool = False,
+) -> BaseQuantization:
+    """Find out how a base was quantized in training: the first source that says it counts.
+
+    These are, in this order, the base's own config, which loading takes whatever else is
+    given, the manifest, the config beside the adapter, and the caller.
+
+    Args:
+        base: The base.
+        given: The config that the caller gave; ``False`` for none, ``None`` for not known.
+        manifest: The manifest of the run, or ``None``.
+        saved: The adapter, or ``None``.
+        trust_remote_code: Run the code that the base's folder brings along.
+
+    Raises:
+        ConfigError: A config says otherwise than the caller, or the base has none.
+        ManifestMismatchError: The manifest records another kind than was given.
+    """
+    if os.path.isfile(base):
+        raise ConfigError(
+            f"cannot load a model from the file {os.fspath(base)!r}: give its folder"
+        )
+
+    given = _as_dict(given)
+    if given not in (None, False) and not isinstance(given, dict):
+        raise ConfigError(
+            "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
+            f"None, found {given!r}"
+        )
+
+    own = own_quantization(base, trust_remote_code)
+    if own is not None:
+        _refuse_other(f"the base {os.fspath(base)!r}", own, given)
+        return BaseQuantization(own, OF_BASE)
+
+    if manifest is not None and QUANTIZATION not in manifest.unknown:
+        config = recorded_quantization(manifest) or {}
+        if given is not None:
+            config = _in_recorded_dtype(manifest, given or {})
+        return BaseQuantization(config, OF_MANIFEST)
+
+    if saved is not None and saved.config_of_model:
+        beside = saved.config_of_model["quantization_config"]
+        _refuse_other(f"the config.json beside {saved.name}", beside, given)
+        return BaseQuantization(beside, BESIDE_ADAPTER)
+
+    return BaseQuantization(given or {}, UNKNOWN if given is None else GIVEN)
+
+
+def own_quantization(
+    base: StrPath, trust_remote_code: bool = False
+) -> dict[str, Any] | None:
+    """Read the quantization config of a base that was saved quantized; ``None`` of another.
+
+    Raise `ConfigError` where there is no base, or its config cannot be read.
+    """
+    config = read_config(base, trust_remote_code)
+    for one in (config, config.get_text_config(decoder=True)):
+        own = getattr(one, "quantization_config", None)
+        if own is not None:
+            return _as_dict(own)  # type: ignore[no-any-return]
+
+    return None
+
+
+def _as_dict(settings: Any) -> Any:
+    return settings.to_dict() if hasattr(settings, "to_dict") else settings
+
+
+def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config that was given, with the run's dtype to compute in, which changes no weight.
+
+    Raise where the manifest records another kind; other settings are compared after loading.
+    """
+    recorded = manifest.model.quantization.config
+    kinds = kind_of(recorded), kind_of(given)
+    if None not in kinds and kinds[0] is not kinds[1]:
+        raise ManifestMismatchError(
+            f"the manifest records {kinds[0]} as the quantization of the base in training, and {kinds[1]} was given",
+            different={"": {"quantization": kinds}},
+        )
+
+    settings = {**given}
+    settings.pop(_COMPUTE_DTYPE, None)
+    if given and recorded.get(_COMPUTE_DTYPE) is not None:
+        settings[_COMPUTE_DTYPE] = recorded[_COMPUTE_DTYPE]
+
+    return settings
+
+
+def _refuse_other(holder: str, recorded: Mapping[str, Any], given: Any) -> None:
+    """Raise where a config records another quantization than was given; dtypes change no weight."""
+    differing = []
+    for name, value in (given or {}).items():
+        is_dtype = find_dtype(value) is not None
+        if value not in (None, recorded.get(name, value)) and not is_dtype:
+            differing.append(f"{name}: {recorded[name]!r}, given: {value!r}")
+
+    if given is False or differing:
+        raise ConfigError(
+            f"{holder} has a quantization of its own, and it is not the one given "
+            f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
+            "that was trained on"
+        )
