@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from .config import Precision, PrepareConfig
-from .edits.base import TrainedPolicy
+from .edits.journal import TrainedPolicy
 from .errors import StateError
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree

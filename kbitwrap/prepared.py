@@ -13,17 +13,14 @@ import torch
 from torch import nn
 
 from .config import PrepareConfig, StrPath
-from .edits.base import TrainedPolicy
-from .edits.journal import Journal, finish
+from .edits.journal import Journal, TrainedPolicy, finish
 from .errors import ConfigError, StateError
 from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
-from .preparation.casts import refuse_unknown_engine
+from .preparation.casts import Casts, refuse_unknown_engine
 from .preparation.plan import Plan, plan_as_detected, signature, write_plan
-from .preparation.planner import Planner
 from .preparation.preparation import Preparation, changing, refuse_held
-from .preparation.restoring import Restoring
 from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 
 if TYPE_CHECKING:
@@ -173,7 +170,7 @@ class KbitPreparedModel:
             refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree, but=preparation)
             plan = write_plan(
-                Planner(tree, config, detect_as_peft(model), freeze_adapters=True)
+                Casts(tree, config, detect_as_peft(model), freeze_adapters=True)
             )
         for alarm in plan.alarms:
             warnings.warn(alarm, UserWarning, stacklevel=4)
@@ -201,7 +198,7 @@ class KbitPreparedModel:
             )
             preparation.apply(plan, tree)
         except BaseException:
-            if not preparation.journal.changes or before[0] is not None:
+            if not preparation.journal.slots or before[0] is not None:
                 self._preparation, self._report, self.state = before
             raise
 
@@ -241,14 +238,14 @@ class KbitPreparedModel:
         with changing:
             if self.state is LifecycleState.RESTORED and self._report is not None:
                 return self._report  # of the restore that was made
-            restoring = Restoring(self._expect_prepared("restore"), trained)
-            return finish(self._settle, restoring)
+            restore = self._expect_prepared("restore").restoring(trained)
 
-    def _settle(self, restoring: Restoring) -> RestoreReport:
-        """Undo, and be restored; interrupted, it may be called again."""
-        report = self._report = restoring()
-        self.state, self._preparation = LifecycleState.RESTORED, None
-        return report
+            def settle() -> RestoreReport:
+                report = self._report = restore()
+                self.state, self._preparation = LifecycleState.RESTORED, None
+                return report
+
+            return finish(settle)
 
     def __enter__(self) -> KbitPreparedModel:
         return self if self.state is LifecycleState.PREPARED else self.prepare()
@@ -345,7 +342,7 @@ class KbitPreparedModel:
             finally:
                 self.state = (
                     LifecycleState.SUSPENDED
-                    if suspension.changes
+                    if suspension.slots
                     else LifecycleState.PREPARED
                 )
             return True
@@ -356,7 +353,7 @@ class KbitPreparedModel:
             preparation = self._expect_prepared(call)
             try:
                 self._suspension, self.state = suspension, LifecycleState.SUSPENDED
-                preparation.suspend(suspension, hold=hold)
+                preparation.suspend(suspension, is_held=hold)
             except BaseException:
                 self.resume()
                 raise

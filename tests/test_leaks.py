@@ -79,7 +79,7 @@ def test_deleting_a_restored_model_frees_it_at_once(
         prepared = KbitPreparedModel(model, precision=precision)
         references.append(weakref.ref(prepared))
         if way == "failed":
-            monkeypatch.setattr("kbitwrap.preparation.preparation.PreparedState", None)
+            monkeypatch.setattr("kbitwrap.preparation.preparation.ModelState", None)
             with pytest.raises(kbitwrap.EditError):
                 prepared.prepare()
         else:

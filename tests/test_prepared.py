@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import accelerate
 import pytest
 import torch
@@ -72,7 +74,7 @@ def test_an_exception_in_the_body_passes_and_the_model_is_restored() -> None:
 def test_a_failing_restore_does_not_hide_the_body() -> None:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision="full").prepare()
-    prepared._preparation.journal.changes[2].undo = None  # type: ignore[method-assign]
+    prepared._preparation.journal.slots[2].undo = None  # type: ignore[method-assign]
     error = ValueError("from the body")
     assert prepared.__exit__(ValueError, error, None) is None  # type: ignore[func-returns-value]
     with pytest.raises(RestoreError, match="not callable"):
@@ -101,27 +103,21 @@ def test_a_fault_anywhere_in_prepare_leaves_the_model_as_it_was(
     prepared = KbitPreparedModel(model, precision=precision, progress=True)
     num_edits = len(prepared.plan.edits) + 1
     for position in range(num_edits):
-        for phase in ("capture", "apply"):
+        for phase in ("before", "after"):
             count = 0
 
             def faulty(edits: object, position: int = position, phase: str = phase) -> object:
                 nonlocal count
                 for edit in edits:  # type: ignore[attr-defined]
                     if count == position:
-                        call = getattr(type(edit), phase)
 
-                        def fail(self: object, *arguments: object, call: object = call) -> object:
-                            if self is edit:  # noqa: B023 - the generator waits here while it is called
-                                if phase == "apply":
-                                    call(self, *arguments)  # type: ignore[operator]
-                                raise kind("a fault")
-                            return call(self, *arguments)  # type: ignore[operator]
+                        def fail(*arguments: object, apply: object = edit.apply) -> None:
+                            if phase == "after":
+                                apply(*arguments)  # type: ignore[operator]
+                            raise kind("a fault")
 
-                        with monkeypatch.context() as patch:
-                            patch.setattr(type(edit), phase, fail)
-                            yield edit
-                    else:
-                        yield edit
+                        edit = dataclasses.replace(edit, apply=fail)
+                    yield edit
                     count += 1
 
             monkeypatch.setattr("kbitwrap.preparation.process.tqdm", lambda edits, **_: faulty(edits))

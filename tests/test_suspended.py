@@ -129,7 +129,7 @@ class TestOddMoments:
         model.lm_head = head
         assert before.diff(Snapshot(model), moved=True) == []
 
-    @pytest.mark.parametrize("where", ["empty_cache", "PreparedState"])
+    @pytest.mark.parametrize("where", ["empty_cache", "ModelState"])
     @pytest.mark.parametrize("kind", [FaultError, KeyboardInterrupt])
     def test_a_fault_after_the_last_edit(
         self, where: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -173,27 +173,19 @@ class TestOddMoments:
         model = zoo.load("llama")
         prepared = KbitPreparedModel(model, precision="full").prepare()
         during = Snapshot(model)
-        change = prepared._preparation.journal.changes[4]
-        whole, is_interrupting = change.now, [True]
+        slot = prepared._preparation.journal.slots[4]
+        resume, is_interrupting = slot.resume, [True]
 
-        def now(view: object) -> Any:
-            way = whole(view)
-            back = way.undo
+        def interrupted(tree: object, value: object) -> None:
+            if is_interrupting:
+                raise KeyboardInterrupt
+            resume(tree, value)
 
-            def interrupted(view: object) -> None:
-                if is_interrupting:
-                    raise KeyboardInterrupt
-                back(view)
-
-            way.undo = interrupted
-            return way
-
-        monkeypatch.setattr(change, "now", now)
+        monkeypatch.setattr(slot, "resume", interrupted)
         with pytest.raises(KeyboardInterrupt), prepared.suspended():
             pass
-        monkeypatch.undo()
         assert prepared.state is LifecycleState.SUSPENDED
-        assert prepared._suspension.changes[-1].undo.__name__ == "interrupted"  # the first to be undone again
+        assert prepared._suspension.slots[-1].slot is slot  # the first to be undone again
         is_interrupting.clear()
         assert prepared.resume()
         assert prepared.state is LifecycleState.PREPARED

@@ -1,4 +1,4 @@
-"""The bases of edits and changes, and records of modules that find them again.
+"""The edit, and the slots that others are made of.
 
 Records hold modules weakly and parameters not at all: what others replace, such as a
 weight that a merge requantizes, is freed at once.
@@ -6,90 +6,92 @@ weight that a merge requantizes, is freed at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from ..model.records import ParameterRecord
+from ..model.records import ParameterRecord, TensorRef
 from ..model.roles import Role
 from ..model.tree import ModelTree
 from ..reports import first_of
 from ..tensors.bits import differ
-from .journal import MISSING
+from .journal import MISSING, Journal, Slot, Undoing
 
 Fields = dict[str, Any]
 """Attributes of an object by their names, ``MISSING`` where there was none."""
 
-TrainedPolicy = Literal["keep", "discard", "error"]
-"""The treatment of a value that changed while it was stored upcast."""
-
 
 @dataclass(frozen=True)
-class EditBase:
-    """The part of an edit that a plan shows."""
+class Edit:
+    """One reversible edit of a model, as a plan shows it.
 
-    # "hold", "record", "freeze", "store", "upcast", "cast", "compute" or "checkpoint"
+    Attributes:
+        action: "hold", "record", "freeze", "store", "upcast", "cast", "compute" or
+            "checkpoint".
+        fqns: The names of what is edited; ``""`` is the model.
+        apply: Makes the edit, after it has saved in the journal what it writes.
+        role: The role of all that is edited.
+        added_bytes: The bytes added until the edit is undone.
+        transient_bytes: The peak while the edit is made, above what was live before.
+        reason: The reason why it is not done in the precision's leaner way.
+        refs: The places of the parameters that get another dtype, or are recorded.
+        dtype: The dtype that is stored; ``None`` where none is changed.
+        record_bytes: The bytes of originals that are held beside what is cast.
+        held_bytes: The part of these that stays on its device.
+        digest_bytes: The most bytes that the digests of the originals hold.
+    """
+
     action: str
     fqns: tuple[str, ...]
-    role: Role | None = None  # of all of these
-    added_bytes: int = 0  # until the edit is undone
-    # the peak while the edit is made, above what was live before
+    apply: Callable[[Journal, ModelTree], None] = field(repr=False)
+    role: Role | None = None
+    added_bytes: int = 0
     transient_bytes: int = 0
-    reason: str = ""  # why it is not done in the precision's leaner way
-    digest_bytes = 0  # held while a digest is made of what it changes, before it does
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of originals that stay on their device beside what was made."""
-        return 0
+    reason: str = ""
+    refs: tuple[TensorRef, ...] = field(default=(), repr=False)
+    dtype: torch.dtype | None = None
+    record_bytes: int = 0
+    held_bytes: int = 0
+    digest_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that a plan shows, as plain values.
-
-        A kind of edit adds fields of its own, which are not shown.
-        """
-        shown = {field.name: getattr(self, field.name) for field in fields(EditBase)}
-        return {
-            **shown,
-            "fqns": list(self.fqns),
-            "role": None if self.role is None else self.role.value,
-        }
+        """Return what a plan shows, as plain values."""
+        sizes = ("added_bytes", "transient_bytes")
+        names = ("action", "fqns", "role", *sizes, "reason")
+        shown = {name: getattr(self, name) for name in names}
+        shown["fqns"] = list(self.fqns)
+        shown["role"] = None if self.role is None else self.role.value
+        return shown
 
     def describe(self) -> str:
         """Say in one line what the edit does, and to what."""
         return f"{self.action} {first_of([name or 'the model' for name in self.fqns])}"
 
 
-class HeldOriginal:
-    """A change that holds the original of one parameter.
+class OriginalSlot(Slot):
+    """A slot that holds the original of one parameter.
 
     The parameter stores something else meanwhile: its cast, or what a library wrote.
     """
 
     record: ParameterRecord
     dtype: torch.dtype  # of the original
-    # what ``undo`` does with a value that changed, where it has a choice
-    policy: TrainedPolicy = "keep"
-    # whether the last undo put back another value than the original
-    was_altered = False
-    # whether the last undo found that the value had changed while it was stored upcast
-    was_trained = False
 
-    @property
-    def fqn(self) -> str:
-        """The name of the parameter."""
-        return self.record.fqn
-
-    def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The value that ``restore(trained="keep")`` would put back.
+    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the value that ``restore(trained="keep")`` would put back.
 
         It is to be read only: it may be the parameter itself.
         """
         raise NotImplementedError
 
-    def write(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
+    def trained_error(self) -> RuntimeError:
+        """Return the error of a value that is not to have changed."""
+        fqn = self.record.fqn
+        return RuntimeError(f"{fqn} was trained while it was stored in {torch.float32}")
+
+    def give(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
         """Give the parameter other memory.
 
         It stays the same object, so that ties and optimizers hold.
@@ -98,10 +100,10 @@ class HeldOriginal:
         parameter.data = data
         self.record.saw(parameter)
 
-    def resume(
+    def give_again(
         self, parameter: torch.Tensor, saved: torch.Tensor, left: torch.Tensor
     ) -> None:
-        """Write the value from before a suspension, which ``left`` another.
+        """Give the parameter the value from before a suspension, which ``left`` another.
 
         Where others wrote to any element meanwhile, the whole value is theirs, and is
         upcast: nothing tells which of its elements they meant to keep.
@@ -110,33 +112,51 @@ class HeldOriginal:
         """
         theirs = parameter.data.to(saved.dtype)
         if theirs.shape != saved.shape:
-            self.write(parameter, theirs)
+            self.give(parameter, theirs)
             return
 
         saved = saved.to(theirs.device)
         is_theirs = differ(parameter.data, left)
         saved.copy_(torch.where(is_theirs, theirs, saved))
-        self.write(parameter, saved)
+        self.give(parameter, saved)
 
 
-class AttributesNow:
-    """Instance attributes of objects, as they are now.
+class Attributes(Slot):
+    """Instance attributes of objects, which are held."""
 
-    They are written back to these very objects, which are held.
-    """
+    def __init__(self, names: Collection[str], holders: Collection[Any]) -> None:
+        self._names, self._holders = names, holders
+        self.before = self.read()
 
-    def __init__(self, holders: Collection[Any], names: Collection[str]) -> None:
-        self.holders, self._names = holders, names
-        self._values = [read_attributes(holder, names) for holder in holders]
+    def read(self, tree: Any = None) -> list[Fields]:
+        """Return the attributes of each object."""
+        return [read_attributes(holder, self._names) for holder in self._holders]
 
-    def undo(self, tree: ModelTree) -> None:
-        """Write the recorded values back."""
-        for holder, values in zip(self.holders, self._values, strict=True):
-            write_attributes(holder, values)
+    def resume(self, tree: Any, value: list[Fields]) -> None:
+        """Write the attributes back, and remove what was absent."""
+        for holder, fields in zip(self._holders, value, strict=True):
+            write_attributes(holder, fields)
 
-    def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the current values."""
-        return AttributesNow(self.holders, self._names)
+
+class ModuleAttributes(Slot):
+    """Instance attributes of a model's modules, which are held weakly."""
+
+    def __init__(self, names: Collection[str], tree: ModelTree) -> None:
+        self._names, self._index = names, tree.index
+        self.before = [read_attributes(node.module, names) for node in tree.modules]
+
+    def read(self, tree: ModelTree) -> Attributes:
+        """Return the slot of the same attributes, of modules that others added too."""
+        return Attributes(self._names, self._index.live_and_of(tree))
+
+    def undo(self, tree: ModelTree, undoing: Undoing) -> None:
+        """Write the attributes back, on the tree's substitutes too."""
+        for number, module in self._index.live() + self._index.substitutes(tree):
+            write_attributes(module, self.before[number])
+
+    def resume(self, tree: ModelTree, value: Attributes) -> None:
+        """Write the attributes back to the very modules that they were read of."""
+        value.undo(tree, Undoing())
 
 
 class Anchor:
@@ -171,23 +191,3 @@ def write_attribute(fields: Fields, name: str, value: Any) -> None:
         fields.pop(name, None)
     else:
         fields[name] = value
-
-
-class AttributesChange:
-    """Instance attributes of a model's modules, as they were.
-
-    The modules are held weakly. Each value is put back, and what was absent is removed.
-    """
-
-    def __init__(self, tree: ModelTree, names: tuple[str, ...]) -> None:
-        self.index, self._names = tree.index, names
-        self._values = [read_attributes(node.module, names) for node in tree.modules]
-
-    def undo(self, tree: ModelTree) -> None:
-        """Write the recorded values back, on the tree's substitutes too."""
-        for number, module in self.index.live() + self.index.substitutes(tree):
-            write_attributes(module, self._values[number])
-
-    def now(self, tree: ModelTree) -> AttributesNow:
-        """Record the current values, of modules that others added too."""
-        return AttributesNow(self.index.live_and_of(tree), self._names)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..model.tree import ModelTree
 from ..model.wrappers import wrapped_children
-from .base import AttributesChange, EditBase
-from .journal import Call, WayBack
+from .base import ModuleAttributes
+from .journal import Journal, Slot, Undoing
 
 
 def make_inputs_require_grad(
@@ -49,11 +48,10 @@ def warn_of_sharding(module: nn.Module, args: Any) -> None:
 
     It warns once: then the hook is removed.
     """
-    if (
-        torch.compiler.is_compiling()
-        or not torch.distributed.is_available()
-        or not torch.distributed.is_initialized()
-    ):
+    distributed = torch.distributed
+    if torch.compiler.is_compiling() or not distributed.is_available():
+        return
+    if not distributed.is_initialized():
         return
     # Both versions of FSDP mark the modules whose parameters they shard.
     if any("_is_fsdp_managed_module" in vars(child) for child in module.modules()):
@@ -80,38 +78,27 @@ _HOOK_DICTS = (
 )
 
 
-def input_gradient_hooks(module: nn.Module) -> list[int]:
-    """The ids of a module's input-gradient hooks.
-
-    These are the hooks of the libraries that prepare models, not a user's.
-    """
-    found = []
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key, hook in hooks.items():
-            if _is_input_gradient_hook(hook):
-                found.append(key)
-
-    return found
-
-
-def _hooks_of(module: nn.Module) -> dict[int, Any]:
-    """A module's forward hooks and pre-hooks by their ids, which no two hooks share."""
-    if not (module._forward_hooks or module._forward_pre_hooks):
-        return {}  # nearly all modules
+def _forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return a module's forward hooks and pre-hooks by their ids, which are its own."""
     return {**module._forward_hooks, **module._forward_pre_hooks}
 
 
-def _is_input_gradient_hook(hook: Any) -> bool:
-    """Whether a hook is one of these libraries' functions.
+def input_gradient_hooks(module: nn.Module) -> list[int]:
+    """Return the ids of a module's input-gradient hooks.
 
-    A user's function may have the same name.
+    These are functions of the libraries that prepare models. A user's function may have
+    the same name.
     """
-    if getattr(hook, "__name__", None) not in _INPUT_GRADIENT_HOOKS:
-        return False
-    return str(getattr(hook, "__module__", None)).partition(".")[0] in _LIBRARIES
+    found = []
+    for key, hook in _forward_hooks(module).items():
+        library = str(getattr(hook, "__module__", None)).partition(".")[0]
+        name = getattr(hook, "__name__", None)
+        if name in _INPUT_GRADIENT_HOOKS and library in _LIBRARIES:
+            found.append(key)
+    return found
 
 
-class HooksChange:
+class Hooks(Slot):
     """The hooks of a model before a preparation.
 
     Undoing removes the preparation's own, and later ones of libraries that make inputs
@@ -134,54 +121,44 @@ class HooksChange:
         self._ours = self._ids() - self.before
 
     def _ids(self) -> set[int]:
-        """The ids of the hooks that there are now."""
-        ids: set[int] = set()
-        for _, module in self._index.live():
-            ids.update(_hooks_of(module))
-
-        return ids
+        """Return the ids of the hooks that there are now."""
+        return set().union(*[_forward_hooks(one) for _, one in self._index.live()])
 
     def to_remove(self, module: nn.Module) -> list[int]:
-        """The ids of a module's hooks that undoing removes; no user's is among them."""
-        found = []
-        for key, hook in _hooks_of(module).items():
-            if key in self.before:
-                continue
-            is_ours = self._ours is None or key in self._ours
-            if is_ours or _is_input_gradient_hook(hook):
-                found.append(key)
+        """Return the ids of a module's hooks that undoing removes, oldest first."""
+        new = _forward_hooks(module).keys() - self.before
+        if new and self._ours is not None:
+            new &= self._ours | {*input_gradient_hooks(module)}
+        return sorted(new)
 
-        return found
-
-    def undo(self, tree: ModelTree) -> None:
+    def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Remove the hooks added since."""
         for module in self._index.live_and_of(tree):
             remove_hooks(module, self.to_remove(module))
 
-    def now(self, tree: ModelTree) -> WayBack:
-        """Record the current hooks and their order."""
-        saved = []
+    def read(self, tree: ModelTree) -> list[tuple[dict[int, Any], dict[int, Any], Any]]:
+        """Return each dict of hooks with a copy, and the ids that undoing removes."""
+        found = []
         for module in self._index.live_and_of(tree):
             removed = self.to_remove(module)
-            if not removed:
-                continue
-            for name in _HOOK_DICTS:
+            for name in _HOOK_DICTS if removed else ():
                 hooks = vars(module)[name]
-                saved.append((hooks, dict(hooks), removed))
+                found.append((hooks, dict(hooks), removed))
+        return found
 
-        def resume() -> None:
-            for hooks, saved_hooks, removed in saved:
-                # What undoing removed comes back, at its place among the others. A
-                # user's hook that was removed meanwhile does not; a new one stays.
-                back = {}
-                for key, hook in saved_hooks.items():
-                    if key in removed or key in hooks:
-                        back[key] = hook
-                back |= hooks
-                hooks.clear()
-                hooks.update(back)
+    def resume(self, tree: ModelTree, value: Any) -> None:
+        """Put back what undoing removed, at its place among the others.
 
-        return Call(resume)
+        A user's hook that was removed meanwhile stays away, and a new one stays.
+        """
+        for hooks, before, removed in value:
+            back = {}
+            for key, hook in before.items():
+                if key in removed or key in hooks:
+                    back[key] = hook
+            back |= hooks
+            hooks.clear()
+            hooks.update(back)
 
 
 def remove_hooks(module: nn.Module, keys: Iterable[int]) -> None:
@@ -227,20 +204,15 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
     remedy = "prepare it with gradient_checkpointing=False"
     if checkpointing_method(model) is None:
         inner = wrapped_children(model)
-        instead = (
-            f"prepare what it wraps, its .{inner[0]}, before it is wrapped"
-            if inner
-            else remedy
-        )
+        if inner:
+            remedy = f"prepare what it wraps, its .{inner[0]}, before it is wrapped"
         raise UnsupportedModelError(
-            f"{name} has no method that enables activation checkpointing; {instead}"
+            f"{name} has no method that enables activation checkpointing; {remedy}"
         )
 
     supports = getattr(model, "supports_gradient_checkpointing", None)
-    listens = any(
-        hasattr(node.module, "gradient_checkpointing") for node in tree.modules
-    )
-    if supports is False or (supports is True and not listens):
+    listens = [hasattr(node.module, "gradient_checkpointing") for node in tree.modules]
+    if supports is False or (supports is True and not any(listens)):
         raise UnsupportedModelError(
             f"{name} does not support activation checkpointing; {remedy}"
         )
@@ -251,20 +223,32 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 
     It has no method that hooks them, and none that returns them.
     """
-    if not hasattr(model, "enable_input_require_grads") and not hasattr(
-        model, "get_input_embeddings"
-    ):
+    methods = ("enable_input_require_grads", "get_input_embeddings")
+    if not any(hasattr(model, method) for method in methods):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no get_input_embeddings() whose output could be made to require grad; prepare "
             "it with input_require_grads=False, or with gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint(EditBase):
+def checkpoint(
+    journal: Journal,
+    tree: ModelTree,
+    *,
+    enable: bool = True,
+    kwargs: Mapping[str, Any],
+    hook_inputs: bool = False,
+    hook_blocks: bool = False,
+    hook_model: bool = False,
+) -> None:
     """Enable activation checkpointing, with the hooks that it needs.
 
-    Attributes:
+    transformers installs hooks whenever it enables checkpointing, needed or not: those
+    that are superfluous are removed.
+
+    Args:
+        journal: The journal.
+        tree: The model.
         enable: Whether to enable it.
         kwargs: The arguments of ``torch.utils.checkpoint.checkpoint``.
         hook_inputs: Whether the output of the input embeddings is to require grad.
@@ -272,71 +256,43 @@ class Checkpoint(EditBase):
         hook_model: Whether to warn when the model turns out to be sharded, after its
             dtypes were changed.
     """
+    hooks = Hooks(tree)
+    handles = ModuleAttributes(_HOOK_ATTRIBUTES, tree)
+    journal.save(ModuleAttributes(CHECKPOINTING_ATTRIBUTES, tree), handles, hooks)
+    model: Any = tree.model
+    if hook_inputs and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()
+    elif hook_inputs:
+        model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
 
-    enable: bool = True
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    hook_inputs: bool = False
-    hook_blocks: bool = False
-    hook_model: bool = False
+    if enable:
+        _enable_checkpointing(model, kwargs)
 
-    def capture(self, tree: ModelTree) -> list[Any]:
-        """Record hooks, their handles and attributes."""
-        return [
-            HooksChange(tree),
-            AttributesChange(tree, _HOOK_ATTRIBUTES),
-            AttributesChange(tree, CHECKPOINTING_ATTRIBUTES),
-        ]
-
-    def apply(self, changes: list[Any], tree: ModelTree) -> None:
-        """Enable, then remove superfluous hooks.
-
-        transformers installs hooks whenever it enables checkpointing, needed or not.
-        """
-        hooks, handles, _ = changes
-        model: Any = tree.model
-        if self.hook_inputs and hasattr(model, "enable_input_require_grads"):
-            model.enable_input_require_grads()
-        elif self.hook_inputs:
-            model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
-
-        if self.enable:
-            _enable_checkpointing(model, self.kwargs)
-
-        if not _remove_superfluous_hooks(hooks, tree, keep_one=self.hook_inputs):
-            handles.undo(tree)
-
-        for node in tree.modules if self.hook_blocks else ():
-            block = node.module
-            is_checkpointed = vars(block).get("gradient_checkpointing") is True
-            if is_checkpointed and not input_gradient_hooks(block):
-                block.register_forward_pre_hook(make_block_input_require_grad)
-
-        is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
-        if self.hook_model and not is_hooked:
-            model.register_forward_pre_hook(warn_of_sharding)
-
-        hooks.settle()
-
-
-def _remove_superfluous_hooks(
-    hooks: HooksChange, tree: ModelTree, *, keep_one: bool
-) -> bool:
-    """Remove the added hooks, and say whether one is left.
-
-    With ``keep_one``, the newest stays on a module that had none before.
-    """
     is_left = False
     for node in tree.modules:
         added = hooks.to_remove(node.module)
         if not added:
             continue
         had_one = not hooks.before.isdisjoint(input_gradient_hooks(node.module))
-        if keep_one and not had_one:
-            added.pop()
+        if hook_inputs and not had_one:
+            added.pop()  # the newest stays
             is_left = True
         remove_hooks(node.module, added)
 
-    return is_left
+    if not is_left:
+        handles.undo(tree, Undoing())
+
+    for node in tree.modules if hook_blocks else ():
+        block = node.module
+        is_checkpointed = vars(block).get("gradient_checkpointing") is True
+        if is_checkpointed and not input_gradient_hooks(block):
+            block.register_forward_pre_hook(make_block_input_require_grad)
+
+    is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
+    if hook_model and not is_hooked:
+        model.register_forward_pre_hook(warn_of_sharding)
+
+    hooks.settle()
 
 
 def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import warnings
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,92 +12,85 @@ from torch import nn
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..model.wrappers import loaded_class
-from .base import ANCHOR_ATTRIBUTE, Anchor, AttributesNow, EditBase
+from .base import ANCHOR_ATTRIBUTE, Anchor, Attributes
+from .journal import Journal, Slot, Undoing
 
-Flags = dict[ParameterRecord, bool]
+Values = dict[ParameterRecord, bool]
 
 
-class FlagsChange:
-    """Parameters' ``requires_grad`` flags, as they were.
+class Flags(Slot):
+    """The ``requires_grad`` flags of parameters.
 
-    ``left`` are the flags that a suspension left in their place: where another is found
-    when it ends, others set it, and it stays.
+    Args:
+        before: The flags before the edit, by the records of the parameters.
     """
 
-    def __init__(self, flags: Flags, left: Flags | None = None) -> None:
-        self.flags, self._left = flags, left
+    def __init__(self, before: Values) -> None:
+        self.before = before
 
-    def undo(self, tree: ModelTree) -> None:
-        """Set the recorded flags back.
+    def read(self, tree: ModelTree) -> Values:
+        """Return the flags of the parameters that are there."""
+        found = self._found(tree, self.before)
+        return {record: parameter.requires_grad for record, parameter in found}
 
-        Those that others set while the model was suspended stay.
-        """
-        for record, parameter in self._found(tree):
-            flag = self.flags[record]
-            now = parameter.requires_grad
-            is_others = self._left is not None and now != self._left[record]
-            if is_others or now == flag or not parameter.is_leaf:
-                continue
-            # Only in the mode that it was made in can its flag be set.
-            with torch.inference_mode(parameter.is_inference()):
-                parameter.requires_grad_(flag)
+    def undo(self, tree: ModelTree, undoing: Undoing) -> None:
+        """Set the flags back."""
+        for record, parameter in self._found(tree, self.before):
+            _set_flag(parameter, self.before[record])
 
-    def now(self, tree: ModelTree) -> FlagsChange:
-        """Record the current flags."""
-        found = self._found(tree)
-        flags = {record: parameter.requires_grad for record, parameter in found}
-        return FlagsChange(flags, left=self.flags)
+    def resume(self, tree: ModelTree, value: Values) -> None:
+        """Set the flags back, but for those that others set in the suspension."""
+        for record, parameter in self._found(tree, value, is_resuming=True):
+            if parameter.requires_grad == self.before[record]:
+                _set_flag(parameter, value[record])
 
-    def _found(self, tree: ModelTree) -> list[tuple[ParameterRecord, nn.Parameter]]:
-        """The parameters that are there, with their records.
+    def _found(
+        self, tree: ModelTree, flags: Values, *, is_resuming: bool = False
+    ) -> list[tuple[ParameterRecord, nn.Parameter]]:
+        """Return the parameters that are there, with their records.
 
         With them is what was made of parameters that others resized.
         """
         found = []
         live = tree.live
-        for record in self.flags:
+        for record in flags:
             parameter = live[record] if record in live else record.there()
             if parameter is not None:
                 found.append((record, parameter))
 
-        for record, tensor in tree.resized(self.flags):
-            # Others may train what was resized: only the preparation's own freezing is
-            # undone.
-            if self.flags[record] or self._left is not None:
+        for record, tensor in tree.resized(flags):
+            # Others may train what was resized: only the edit's own freezing is undone.
+            if flags[record] or is_resuming:
                 found.append((record, tensor.parameter))
 
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Freeze(EditBase):
-    """Record parameters' ``requires_grad``, and set it false where asked.
+def _set_flag(parameter: nn.Parameter, flag: bool) -> None:
+    if parameter.requires_grad != flag and parameter.is_leaf:
+        # Only in the mode that it was made in can its flag be set.
+        with torch.inference_mode(parameter.is_inference()):
+            parameter.requires_grad_(flag)
 
-    The parameters are the base's, and adapters' too if asked.
-    """
 
-    freeze: bool = True
-    freeze_adapters: bool = False
+def freeze(
+    journal: Journal, tree: ModelTree, *, is_frozen: bool, freeze_adapters: bool
+) -> None:
+    """Record the flags of what is prepared, and set them to false where asked."""
+    before = {}
+    with only_reading():
+        for tensor in prepared_tensors(tree, freeze_adapters):
+            before[tree.record(tensor)] = tensor.parameter.requires_grad
 
-    def capture(self, tree: ModelTree) -> list[FlagsChange]:
-        """Record the flags."""
-        flags = {}
-        with only_reading():
-            for tensor in prepared_tensors(tree, self.freeze_adapters):
-                flags[tree.record(tensor)] = tensor.parameter.requires_grad
-
-        return [FlagsChange(flags)]
-
-    def apply(self, changes: list[FlagsChange], tree: ModelTree) -> None:
-        """Set the flags to false where asked."""
-        for record, flag in changes[0].flags.items():
-            parameter = record.there()
-            if self.freeze and flag and parameter is not None:
-                parameter.requires_grad_(False)
+    journal.save(Flags(before))
+    for record, flag in before.items():
+        parameter = record.there()
+        if is_frozen and flag and parameter is not None:
+            parameter.requires_grad_(False)
 
 
 def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor]:
-    """The parameters to prepare, each once.
+    """Return the parameters to prepare, each once.
 
     They are all but adapters', unless those are frozen too.
     """
@@ -106,37 +98,24 @@ def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor
     return [t for t in tree.tensors if id(t.parameter) not in adapters]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hold(EditBase):
+def hold(journal: Journal, tree: ModelTree, *, wrapper: object) -> None:
     """Tie the wrapper's life to the model's, by an attribute on the model."""
-
-    anchor: Anchor = field(default_factory=Anchor, repr=False)
-
-    def capture(self, tree: ModelTree) -> list[AttributesNow]:
-        """Record that the attribute is absent."""
-        return [AttributesNow([tree.model], [ANCHOR_ATTRIBUTE])]
-
-    def apply(self, changes: list[AttributesNow], tree: ModelTree) -> None:
-        """Set the attribute."""
-        vars(tree.model)[ANCHOR_ATTRIBUTE] = self.anchor
+    journal.save(Attributes([ANCHOR_ATTRIBUTE], [tree.model]))
+    vars(tree.model)[ANCHOR_ATTRIBUTE] = Anchor(wrapper)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarnOfSaving(EditBase):
-    """Warn where ``save_pretrained`` writes what the preparation stores in float32."""
+def warn_of_saving(journal: Journal, tree: ModelTree) -> None:
+    """Warn where ``save_pretrained`` writes what the preparation stores in float32.
 
-    def capture(self, tree: ModelTree) -> list[AttributesNow]:
-        """Record the attribute, which is absent unless others set it."""
-        return [AttributesNow([tree.model], ["save_pretrained"])]
-
-    def apply(self, changes: list[AttributesNow], tree: ModelTree) -> None:
-        """Set the attribute where the method is that of transformers."""
-        pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
-        saves = getattr(type(tree.model), "save_pretrained", None)
-        if saves is not None and saves is getattr(pretrained, "save_pretrained", None):
-            vars(tree.model).setdefault(
-                "save_pretrained", types.MethodType(save_pretrained, tree.model)
-            )
+    Only where the method is that of transformers is it replaced.
+    """
+    journal.save(Attributes(["save_pretrained"], [tree.model]))
+    pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
+    saves = getattr(type(tree.model), "save_pretrained", None)
+    if saves is not None and saves is getattr(pretrained, "save_pretrained", None):
+        vars(tree.model).setdefault(
+            "save_pretrained", types.MethodType(save_pretrained, tree.model)
+        )
 
 
 def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:

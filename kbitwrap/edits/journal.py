@@ -1,20 +1,21 @@
-"""The journal: a list of reversible edits.
+"""The journal: the slots that were changed, and what they held.
 
-They are applied all or nothing, suspended, and undone in reverse.
-
-This file does not use torch. An edit describes itself, captures what it is about to
-change as a ``Change``, and applies itself; the journal records the change before it
-applies the edit, so that an edit that fails half-way is undone too.
+A slot is a place that can be read and written. What it holds is recorded before it is
+written, so that an edit that fails half-way is undone too. This file does not use
+torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from ..errors import EditError, KbitWrapError
 
 T = TypeVar("T")
+TrainedPolicy = Literal["keep", "discard", "error"]
+"""The treatment of a value that changed while it was stored upcast."""
 
 
 class Missing:
@@ -33,59 +34,68 @@ class Missing:
 MISSING = Missing()
 
 
-class WayBack(Protocol):
-    """A recorded state that can be put back."""
+@dataclass
+class Undoing:
+    """The policy of one restore, and what was found by it and by those that failed."""
 
-    def undo(self, view: Any) -> None:
-        """Put the state back, however far the edit got.
+    policy: TrainedPolicy = "keep"
+    # the names of parameters of the base that others cast, and whose value changed
+    changed: set[str] = field(default_factory=set)
+    # what a suspension read of the slot that it undoes
+    now: Any = None
+    # the records of parameters whose value changed while it was stored upcast, and of
+    # those that got another value than the original
+    trained: list[Any] = field(default_factory=list)
+    altered: list[Any] = field(default_factory=list)
+    # the names of what forwards had left and was put back
+    put_back: list[str] = field(default_factory=list)
+    # the records of adapters that stay in the dtype of their training
+    kept_dtype: list[Any] = field(default_factory=list)
+
+
+class Slot:
+    """A place that can be read and written, with what it held when it was recorded."""
+
+    is_lasting = False  # whether suspensions leave it alone
+    before: Any = None  # what it held when it was recorded, where that was read
+
+    def read(self, tree: Any) -> Any:
+        """Read what the slot holds now; changes nothing."""
+
+    def undo(self, tree: Any, undoing: Undoing) -> None:
+        """Write what the slot held, however far the edit got.
 
         A second call changes nothing.
         """
+        self.resume(tree, self.before)
+
+    def resume(self, tree: Any, value: Any) -> None:
+        """Write what a suspension read.
+
+        Where something else is found than ``undo`` left, others wrote it: it stays.
+        """
 
 
-class Call:
-    """A way back that is a call without arguments."""
+class Suspended(Slot):
+    """A slot on the way back from a suspension, and what it held before that."""
+
+    def __init__(self, slot: Slot, value: Any) -> None:
+        self.slot, self.value = slot, value
+
+    def undo(self, tree: Any, undoing: Undoing) -> None:
+        """Write what the suspension read."""
+        self.slot.resume(tree, self.value)
+
+
+class Call(Slot):
+    """A call that is made on the way back."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
 
-    def undo(self, view: Any) -> None:
+    def undo(self, tree: Any, undoing: Undoing) -> None:
         """Make the call."""
         self._call()
-
-
-@runtime_checkable
-class Change(WayBack, Protocol):
-    """The state from before one edit, which can be suspended."""
-
-    def now(self, view: Any) -> WayBack:
-        """Record the current state of all that ``undo`` changes; changes nothing."""
-
-
-class Lasting:
-    """The base of changes that last through suspensions, which leave them alone."""
-
-
-@runtime_checkable
-class Edit(Protocol):
-    """One reversible edit of a model."""
-
-    def describe(self) -> str:
-        """Say in one line what the edit does, and to what."""
-
-    def capture(self, view: Any) -> Sequence[Any]:
-        """Read what the edit is about to change, and change nothing.
-
-        Returns:
-            The changes, in the order in which they are undone.
-        """
-
-    def apply(self, changes: Any, view: Any) -> None:
-        """Make the edit; ``changes`` are what ``capture`` returned."""
-
-
-Failures = list[tuple[WayBack, BaseException]]
-_MOST_INTERRUPTS = 8  # in one undo: what raises one each time is not tried for ever
 
 
 def finish(call: Callable[..., T], *args: Any) -> T:
@@ -94,13 +104,14 @@ def finish(call: Callable[..., T], *args: Any) -> T:
     It is made again after an interrupt, which is raised in the end, and once after an
     error that is not ours.
     """
+    most_interrupts = 8  # what raises one each time is not tried for ever
     stops: list[BaseException] = []
     try:
         while True:
             try:
                 return call(*args)
             except BaseException as error:
-                most = 1 if isinstance(error, Exception) else _MOST_INTERRUPTS
+                most = 1 if isinstance(error, Exception) else most_interrupts
                 if isinstance(error, KbitWrapError) or len(stops) >= most:
                     raise
                 stops.append(error)
@@ -112,68 +123,67 @@ def finish(call: Callable[..., T], *args: Any) -> T:
 
 
 class Journal:
-    """The changes made to a model, oldest first.
-
-    Whatever ``apply`` changed is recorded here, or was put back.
-    """
+    """The slots that were written, oldest first."""
 
     def __init__(self) -> None:
-        self.changes: list[Any] = []
+        self.slots: list[Slot] = []
 
-    def apply(self, edits: Iterable[Edit], view: Any) -> None:
-        """Apply every edit, or none.
+    def save(self, *slots: Slot) -> None:
+        """Record slots before they are written; the last is undone first."""
+        self.slots += slots
+
+    def of(self, kind: type[T]) -> list[T]:
+        """Return the slots of one kind, newest first.
+
+        Where two recorded the same, the last has what was there first.
+        """
+        return [slot for slot in reversed(self.slots) if isinstance(slot, kind)]
+
+    def apply(
+        self,
+        edits: Iterable[Any],
+        tree: Any,
+        doing: str = "prepare",
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Apply every edit and make a last call, all or nothing.
 
         Where one fails, all are undone, and ``EditError`` or the interrupt is raised.
         """
-        start = len(self.changes)
-        edit: Edit | None = None
+        start = len(self.slots)
+        edit: Any = None
         try:
             for edit in edits:
-                changes = edit.capture(view)
-                self.changes += reversed(changes)
-                edit.apply(changes, view)
+                edit.apply(self, tree)
+            edit = None
+            then()
         except BaseException as error:
-            outcome = self.roll_back(start, view, error)
+            # Edits replace modules and parameters: the model is walked again.
+            failures = [one for _, one in self.undo(tree.again(), since=start)]
+            del self.slots[start:]
             if not isinstance(error, Exception):
                 raise
-            failed = f"could not {edit.describe() if edit else 'plan'}: {error}"
-            raise EditError(f"{failed}; {outcome}", edit=edit) from error
-
-    def roll_back(self, start: int, view: Any, error: BaseException) -> str:
-        """Undo what was recorded after the ``start`` oldest changes, and forget it.
-
-        Returns:
-            What an error says of the model then: an undo may have failed too. An
-            interrupt that came meanwhile is raised, unless the error is one.
-        """
-        failures = [failure for _, failure in self.undo(view.again(), since=start)]
-        del self.changes[start:]
-        if isinstance(error, Exception):
             for failure in failures:
                 if not isinstance(failure, Exception):
                     raise failure from error
 
-        if not failures:
-            return "the model is as it was"
-
-        told = "; ".join(map(str, failures))
-        return f"the model is as it was, except that undoing failed: {told}"
-
-    def record(self, *changes: Any) -> None:
-        """Add changes that were captured elsewhere.
-
-        They are added before what they take back is done.
-        """
-        self.changes += changes
+            outcome = "the model is as it was"
+            if failures:
+                told = "; ".join(map(str, failures))
+                outcome += f", except that undoing failed: {told}"
+            doing = edit.describe() if edit else doing
+            message = f"could not {doing}: {error}; {outcome}"
+            raise EditError(message, edit=edit) from error
 
     def undo(
         self,
-        view: Any,
+        tree: Any,
+        undoing: Undoing | None = None,
         *,
         since: int = 0,
-        show: Callable[[Sequence[Any]], Iterable[Any]] = iter,
-    ) -> Failures:
-        """Undo all but the ``since`` oldest changes, and return the failures.
+        show: Callable[[Sequence[Slot]], Iterable[Slot]] = iter,
+    ) -> list[tuple[Slot, BaseException]]:
+        """Undo all but the ``since`` oldest slots, and return the failures.
 
         The newest is undone first, and each even when another fails.
 
@@ -181,50 +191,48 @@ class Journal:
         them after it, and one of them may write what it writes. One that is interrupted
         is undone again, and the interrupt returned.
         """
-        failures: Failures = []
-        newest_first = self.changes[since:][::-1]
-        for change in show(newest_first):
-            for _ in ("at first", "after an interrupt"):
+        undoing = undoing or Undoing()
+        failures: list[tuple[Slot, BaseException]] = []
+
+        def put_back(slot: Slot) -> None:
+            slot.undo(tree, undoing)
+            # It is not the newest where one that is newer failed, and stayed.
+            if self.slots and self.slots[-1] is slot:
+                self.slots.pop()
+
+        for slot in show(self.slots[since:][::-1]):
+            try:
+                put_back(slot)
+            except BaseException as error:
+                failures.append((slot, error))
+                if isinstance(error, Exception):
+                    continue
                 try:
-                    change.undo(view)
-                    # It is not the newest where one that is newer failed, and stayed.
-                    if self.changes[-1:] == [change]:
-                        self.changes.pop()
-                    break
-                except BaseException as error:
-                    failures.append((change, error))
-                    if isinstance(error, Exception):
-                        break
+                    put_back(slot)
+                except BaseException as again:
+                    failures.append((slot, again))
 
         return failures
 
-    def suspend(self, view: Any, way_back: Journal, also: Sequence[Any] = ()) -> None:
-        """Put back the state from before all changes and those in ``also``.
+    def suspend(self, tree: Any, way_back: Journal, also: Iterable[Slot] = ()) -> None:
+        """Undo all slots and those in ``also``, but for what is lasting, for a while.
 
-        What is lasting stays. At every moment ``way_back`` leads back to what was there.
+        At every moment ``way_back`` leads back to what was there.
         """
         try:
-            for change in reversed([*self.changes, *also]):
-                if isinstance(change, Lasting):
-                    continue
-                way_back.changes.append(change.now(view))
-                change.undo(view)
+            for slot in reversed([*self.slots, *also]):
+                if not slot.is_lasting:
+                    now = slot.read(tree)
+                    way_back.save(Suspended(slot, now))
+                    slot.undo(tree, Undoing(now=now))
         except BaseException:
-            way_back.resume(view)
+            way_back.resume(tree)
             raise
 
-    def resume(self, view: Any) -> None:
+    def resume(self, tree: Any) -> None:
         """Undo everything, and raise the first failure.
 
         What failed stays, and this may be called again.
         """
-        failures = self.undo(view)
-        if failures:
-            raise failures[0][1]
-
-    def parts(self, kind: type[T]) -> list[T]:
-        """The changes of one kind, newest first.
-
-        Where two recorded the same, the last has what was there first.
-        """
-        return [change for change in reversed(self.changes) if isinstance(change, kind)]
+        for _, error in self.undo(tree):
+            raise error

@@ -5,19 +5,18 @@ Forwards leave caches, repacked codes, and flags that say so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..model.bitsandbytes_layers import REPACKS
 from ..model.quantization import KERNEL, transposed_codes
-from ..model.tree import ModelTree, Node, join
+from ..model.tree import ModelTree, join
 from .base import Fields, write_attribute
-from .journal import MISSING
+from .journal import MISSING, Slot, Undoing
 
 # The types of the plain attributes that a module computes with, and may replace when it
 # runs; and those told by value.
@@ -31,67 +30,34 @@ _OWN = frozenset(vars(nn.Module())) | {REPACKS}
 _OTHER = object()
 
 
-@dataclass
-class _Cache:
+class _Cache(NamedTuple):
     """A list or dict of plain values, with a copy of it."""
 
     value: Any
     contents: Any
 
-    def refilled(self) -> Any:
-        """The list or dict itself, with what it held."""
-        self.value.clear()
-        if isinstance(self.value, dict):
-            self.value.update(self.contents)
-        else:
-            self.value.extend(self.contents)
 
-        return self.value
+class _Contents(NamedTuple):
+    """What a module holds."""
 
-
-@dataclass
-class _Kept:
-    """A module as it was.
-
-    Attributes:
-        values: Its attributes, buffers and children, each by name.
-        unsaved: The names of the buffers that no checkpoint holds.
-        sizes: The numbers of elements of its parameters.
-    """
-
+    # its attributes, buffers and children, each by name
     values: list[Fields]
+    # the names of the buffers that no checkpoint holds
     unsaved: set[str]
+    # the numbers of elements of its parameters
     sizes: dict[str, int]
 
 
-@dataclass
-class _Difference:
-    """A value that is to be put back: an attribute, a buffer or a child.
+class _Difference(NamedTuple):
+    """A value that is to be put back: an attribute, a buffer or a child."""
 
-    Attributes:
-        place: The dictionary that the module has it in.
-        name: Its name there.
-        found: The value that was found.
-        was: The record of the value that was there before.
-    """
-
-    place: Fields
+    place: Fields  # the dictionary that the module has it in
     name: str
     found: Any
-    was: Any
-
-    def has_tensors(self) -> bool:
-        """Whether the value holds tensors, or held some."""
-        return bool(_tensors(self.found) or _tensors(self.was))
-
-    def was_moved(self) -> bool:
-        """Whether it is a tensor that was moved to another device, and no more."""
-        if not _are_alike(self.found, self.was):
-            return False
-        return bool(self.found.device != self.was.device)
+    was: Any  # the record of the value that was there before
 
 
-class KeptChange:
+class ForwardState(Slot):
     """The plain values, tensors, caches and buffers of the base's modules.
 
     Values that differ in the end are put back. A new plain value is removed only where
@@ -105,54 +71,58 @@ class KeptChange:
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
         self._records = tree.base_records
-        # by the numbers of the modules
-        self._kept: dict[int | None, _Kept] = {}
+        self._contents: dict[int | None, _Contents] = {}  # by the modules' numbers
         for node in tree.plain_base:
-            self._kept[self._index.number(node.module)] = _read(node.module)
+            module, values = node.module, []
+            for place in _places(module):
+                names = sorted(place.keys() - _OWN)
+                values.append({name: _to_keep(place[name]) for name in names})
+            unsaved = set(module._non_persistent_buffers_set)
+            contents = _Contents(values, unsaved, _sizes(module))
+            self._contents[self._index.number(module)] = contents
 
-        # the names of what the last undo put back
-        self.put_back: tuple[str, ...] = ()
+    def read(self, tree: ModelTree) -> ForwardState:
+        """Return the slot of what modules hold now."""
+        return ForwardState(tree)
 
-    def undo(self, tree: ModelTree) -> None:
+    def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Put back what changed, on substitutes too.
 
         Values of other types that others put there stay.
         """
         # Resizing sets plain values on the modules around, as the vocabulary's size:
         # these stay.
-        resized = [tensor.path for _, tensor in tree.resized(self._records)]
-        around = {id(node.module) for node in tree.nodes if _holds_any(node, resized)}
+        around: set[int] = set()
+        for _, tensor in tree.resized(self._records):
+            for node in tree.nodes:
+                if tensor.path.startswith(join(node.path, "")):
+                    around.add(id(node.module))
         # the names of what was put back, by module
-        found: dict[nn.Module, list[str]] = {}
+        names: dict[nn.Module, list[str]] = {}
         for number, module in self._index.live() + self._index.substitutes(tree):
-            kept = self._kept.get(number)
-            if kept is None:
-                continue
             is_substitute = self._index.number(module) is None
-            found[module] = _put_back(
-                module,
-                kept,
-                only_tensors=is_substitute or id(module) in around,
-                is_shared=is_substitute,
-            )
+            if number in self._contents:
+                names[module] = _put_back(
+                    module,
+                    self._contents[number],
+                    only_tensors=is_substitute or id(module) in around,
+                    is_shared=is_substitute,
+                )
 
-        put_back = []
         for node in tree.modules:
-            names = found.get(node.module, [])
-            # A preparation sets the kernel itself.
-            put_back += [join(node.fqn, name) for name in names if name != KERNEL]
+            for name in names.get(node.module, []):
+                if name != KERNEL:  # which a preparation sets itself
+                    undoing.put_back.append(join(node.fqn, name))
 
-        self.put_back = tuple(put_back)
-
-    def now(self, tree: ModelTree) -> KeptChange:
-        """Record what modules keep now."""
-        return KeptChange(tree)
+    def resume(self, tree: ModelTree, value: ForwardState) -> None:
+        """Put back what modules held."""
+        value.undo(tree, Undoing())
 
     def undo_on(self, shell: nn.Module, module: nn.Module) -> None:
         """Put back on a module's shell what undoing would put back on the module."""
-        kept = self._kept.get(self._index.number(module))
-        if kept is not None:
-            _put_back(shell, kept, is_shared=True)
+        contents = self._contents.get(self._index.number(module))
+        if contents is not None:
+            _put_back(shell, contents, is_shared=True)
 
 
 def lay_as_stored(tree: ModelTree) -> None:
@@ -167,35 +137,17 @@ def lay_as_stored(tree: ModelTree) -> None:
             codes.data = codes.data.transpose(0, 1).contiguous()
 
 
-def _holds_any(node: Node, paths: Iterable[str]) -> bool:
-    """Whether a module holds any of the tensors at these paths."""
-    return any(path.startswith(join(node.path, "")) for path in paths)
-
-
 def _places(module: nn.Module) -> tuple[Fields, ...]:
-    """The dictionaries that a module has its attributes, buffers and children in."""
+    """Return the dictionaries that a module has its attributes, buffers and children in."""
     return vars(module), module._buffers, module._modules
 
 
-def _read(module: nn.Module) -> _Kept:
-    """Record a module as it is."""
-    values: list[Fields] = []
-    for place in _places(module):
-        names = sorted(place.keys() - _OWN)
-        values.append({name: _to_keep(place[name]) for name in names})
-
-    return _Kept(values, set(module._non_persistent_buffers_set), _sizes(module))
-
-
-def _to_keep(value: Any) -> Any:
-    """The record of an attribute's value."""
-    if type(value) in _PLAIN or isinstance(value, Enum):
-        return value
-
-    if type(value) in _CACHES and all(map(_is_plain, _members(value))):
-        return _Cache(value, value.copy())
-
-    return _OTHER
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """Return the numbers of elements of a module's parameters; 0 where there is none."""
+    sizes = {}
+    for name, parameter in module._parameters.items():
+        sizes[name] = 0 if parameter is None else parameter.numel()
+    return sizes
 
 
 def _is_plain(value: Any) -> bool:
@@ -203,44 +155,29 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or isinstance(value, Enum)
 
 
-def _members(cache: Any) -> Iterable[Any]:
-    """The values in a list or dict."""
-    return cache.values() if isinstance(cache, dict) else cache
+def _to_keep(value: Any) -> Any:
+    """Return the record of an attribute's value."""
+    if _is_plain(value):
+        return value
+    if type(value) in _CACHES:
+        members = value.values() if isinstance(value, dict) else value
+        if all(map(_is_plain, members)):
+            return _Cache(value, value.copy())
+    return _OTHER
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors that a value is made of.
-
-    They are in a list or dict, or in the tuples and lists in it, or in a child module.
-    """
+    """Return the tensors in a value, a list, a dict, or a module without parameters."""
     if isinstance(value, _Cache):
         value = value.contents
-
-    found: list[Any] = []
     if isinstance(value, nn.Module):
-        for module in value.modules():
-            found += [*module._buffers.values(), *vars(module).values()]
-    elif type(value) in _CACHES:
-        for member in _members(value):
-            found += member if isinstance(member, (tuple, list)) else [member]
-    else:
-        found.append(value)
-
-    return [one for one in found if isinstance(one, torch.Tensor)]
-
-
-def _sizes(module: nn.Module) -> dict[str, int]:
-    """The numbers of elements of a module's parameters; 0 where there is none."""
-    sizes = {}
-    for name, parameter in module._parameters.items():
-        sizes[name] = 0 if parameter is None else parameter.numel()
-
-    return sizes
+        value = [dict(vars(module)) for module in value.modules()]
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
 def _put_back(
     module: nn.Module,
-    kept: _Kept,
+    before: _Contents,
     *,
     only_tensors: bool = False,
     is_shared: bool = False,
@@ -249,18 +186,18 @@ def _put_back(
 
     Args:
         module: The module, or what stands for it.
-        kept: The record of the module.
+        before: What it held.
         only_tensors: Whether plain values stay where no tensor differs.
         is_shared: Whether its lists and dicts are another module's, too.
 
     Returns:
         The names of what was put back, but for what was only moved to another device.
     """
-    differences = _differences(module, kept)
-    if not differences or _sizes(module) != kept.sizes:
+    differences = _differences(module, before)
+    if not differences or _sizes(module) != before.sizes:
         return []
 
-    with_tensors = [one for one in differences if one.has_tensors()]
+    with_tensors = [d for d in differences if _tensors(d.found) or _tensors(d.was)]
     if only_tensors and not with_tensors:
         return []
 
@@ -269,29 +206,39 @@ def _put_back(
         differences = [one for one in differences if one.was is not MISSING]
 
     names = []
-    for one in differences:
-        value = one.was
-        if isinstance(value, _Cache):
-            value = value.contents.copy() if is_shared else value.refilled()
-        is_buffer = one.place is module._buffers
-        if is_buffer and _are_tensors(value, one.found):
+    for place, name, found, was in differences:
+        value, is_moved = was, False
+        if isinstance(was, _Cache):
+            value = was.contents.copy()
+            if not is_shared:
+                was.value.clear()
+                fill = was.value.update if isinstance(value, dict) else was.value.extend
+                fill(value)
+                value = was.value
+        is_buffer = place is module._buffers
+        if is_buffer and _are_alike(found, was):
+            is_moved = found.device != was.device
+        if is_buffer and isinstance(was, torch.Tensor) and torch.is_tensor(found):
             # Buffers stay on the device that the model was moved to.
-            value = value.to(one.found.device)
-        write_attribute(one.place, one.name, value)
-        if is_buffer and one.was_moved():
-            continue
-        names.append(one.name)
-        if is_buffer:
-            _remove_kernels(module, kept)
+            value = was.to(found.device)
+        write_attribute(place, name, value)
+        if not is_moved:
+            names.append(name)
+        if is_buffer and not is_moved:
+            # New children without parameters are kernels, made for the buffer.
+            for kernel in module._modules.keys() - before.values[-1].keys():
+                child = module._modules[kernel]
+                if child is not None and next(child.parameters(), None) is None:
+                    del module._modules[kernel]
 
-    module._non_persistent_buffers_set = set(kept.unsaved)
+    module._non_persistent_buffers_set = set(before.unsaved)
     return names
 
 
-def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
-    """The values that are to be put back."""
+def _differences(module: nn.Module, contents: _Contents) -> list[_Difference]:
+    """Return the values that are to be put back."""
     found = []
-    for place, before in zip(_places(module), kept.values, strict=True):
+    for place, before in zip(_places(module), contents.values, strict=True):
         added = place.keys() - before.keys() - _OWN
         for name in (*before, *sorted(added)):
             there, was = place.get(name, MISSING), before.get(name, MISSING)
@@ -306,58 +253,24 @@ def _differences(module: nn.Module, kept: _Kept) -> list[_Difference]:
 
 
 def _is_to_stay(found: Any, was: Any) -> bool:
-    """Whether another value than there was is to stay."""
+    """Whether another value than there was is to stay: no forward left it."""
     if was is _OTHER:
         return True
-
     if isinstance(was, _Cache):
-        return type(found) not in _CACHES or _are_same(found, was)
-
+        if type(found) not in _CACHES:
+            return True
+        return [*map(id, _tensors(found))] == [*map(id, _tensors(was))]
     if type(found) is type(was) and type(found) in _COMPARED:
         return bool(found == was)
-
-    return not _is_of_forwards(found)
-
-
-def _is_of_forwards(value: Any) -> bool:
-    """Whether a forward may have left a value, or removed one."""
-    if value is MISSING or _is_plain(value):
+    if found is MISSING or _is_plain(found):
+        return False
+    if isinstance(found, nn.Module) and next(found.parameters(), None) is not None:
         return True
-
-    if isinstance(value, nn.Module):
-        return bool(_tensors(value)) and not _has_parameters(value)
-
-    return type(value) in _CACHES and bool(_tensors(value))
-
-
-def _are_same(cache: Any, other: Any) -> bool:
-    """Whether two lists or dicts hold the same tensors."""
-    return [id(one) for one in _tensors(cache)] == [id(one) for one in _tensors(other)]
-
-
-def _are_tensors(value: Any, other: Any) -> bool:
-    """Whether two values are tensors."""
-    return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    is_cache = isinstance(found, nn.Module) or type(found) in _CACHES
+    return not (is_cache and _tensors(found))
 
 
 def _are_alike(value: Any, other: Any) -> bool:
     """Whether two buffers are tensors of one dtype and shape."""
-    if not _are_tensors(value, other):
-        return False
-    return (value.dtype, value.shape) == (other.dtype, other.shape)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    """Whether a module, or one in it, has a parameter."""
-    return next(module.parameters(), None) is not None
-
-
-def _remove_kernels(module: nn.Module, kept: _Kept) -> None:
-    """Remove the new children without parameters.
-
-    They are kernels, made for the buffer that is put back.
-    """
-    for name in module._modules.keys() - kept.values[-1].keys():
-        child = module._modules[name]
-        if child is not None and not _has_parameters(child):
-            del module._modules[name]
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    return are_tensors and (value.dtype, value.shape) == (other.dtype, other.shape)

@@ -5,12 +5,10 @@ The modules are norms and, with another forward, the head.
 
 from __future__ import annotations
 
-import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree
 from ..tensors.devices import accelerators, random_state
 from ..tensors.dtypes import HALF_DTYPES
-from .base import EditBase, write_attribute
-from .journal import MISSING, Call, WayBack
+from .base import write_attribute
+from .journal import MISSING, Journal, Slot, Undoing
 
 Forward = Callable[..., Any]
 # of a forward's results; ``None`` for what is no tensor
@@ -90,13 +88,10 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in float32 while active."""
-        forward = type(self.module).forward
-        if self.inner is not MISSING:
-            forward = self.inner.__func__
-
+        own = self.inner is MISSING
+        forward = type(self.module).forward if own else self.inner.__func__
         if not self.is_active:
             return forward(self.module, *args, **kwargs)
-
         return self._run(forward, args, kwargs)
 
     def install(self) -> None:
@@ -133,7 +128,7 @@ class Float32Forward:
         return tree_unflatten(leaves, spec)
 
     def _unprepared_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
-        """The dtypes that the unprepared module returns.
+        """Return the dtypes that the unprepared module returns.
 
         They are measured once for each kind of input, by running it. A module that is
         compiled is run while it is traced: the compiler drops what is not used of it.
@@ -150,17 +145,19 @@ class Float32Forward:
         key = (*kwargs, *map(_kind, values))
         if key not in self._output_dtypes:
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            with _unseen(tensors):
-                measured = self._measured_dtypes(forward, args, kwargs)
+            put_back = random_state(accelerators(tensors))
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    measured = self._measured_dtypes(forward, args, kwargs)
+            finally:
+                put_back()
             self._output_dtypes[key] = measured
 
         return self._output_dtypes[key]
 
     def _measured_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
-        """The dtypes of what the unprepared module returns now.
-
-        There is ``None`` for what is no tensor.
-        """
+        """Return the dtypes of what the unprepared module returns now."""
         with torch.no_grad():
             try:
                 output = forward(self.module, *args, **kwargs)
@@ -171,21 +168,6 @@ class Float32Forward:
                 # and half weight): the output is to have the input's dtype.
                 output = [*args, *kwargs.values()][0]
         return [getattr(leaf, "dtype", None) for leaf in tree_leaves(output)]
-
-
-@contextlib.contextmanager
-def _unseen(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Run the body so that its warnings and its random draws do not show.
-
-    The draws are those of the tensors' devices.
-    """
-    put_back = random_state(accelerators(tensors))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        put_back()
 
 
 def to_float32(value: Any) -> Any:
@@ -255,14 +237,8 @@ def _kind(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str)) else type(value)
 
 
-_SLOTS = ("forward", "_old_forward")
-
-
-class ComputeChange:
-    """Forwards that were replaced by ``Float32Forward``.
-
-    They are those of the given modules, and of copies of these.
-    """
+class Forwards(Slot):
+    """The forwards of modules, and of copies of these, that `Float32Forward` replaces."""
 
     def __init__(self) -> None:
         self._installed: list[weakref.ref[Float32Forward]] = []
@@ -272,61 +248,59 @@ class ComputeChange:
         self._installed.append(weakref.ref(forward))
         forward.install()
 
-    def _live(self, tree: ModelTree) -> list[Float32Forward]:
-        """Every ``Float32Forward`` in the live model.
+    def read(self, tree: ModelTree) -> list[tuple[Float32Forward, bool]]:
+        """Return every `Float32Forward` in the live model, and whether it runs there.
 
         With them are those on modules that have left it.
         """
         found = [ref() for ref in self._installed]
         for node in tree.modules:
-            for slot in _SLOTS:
-                value = vars(node.module).get(slot)
+            for name in ("forward", "_old_forward"):
+                value = vars(node.module).get(name)
                 if isinstance(value, Float32Forward) and value.module is node.module:
                     found.append(value)
 
-        return [one for one in dict.fromkeys(found) if one is not None]
+        live = []
+        for one in dict.fromkeys(found):
+            if one is not None:
+                inner = vars(one.module).get(forward_slot(one.module))
+                live.append((one, inner is one))
+        return live
 
-    def undo(self, tree: ModelTree) -> None:
+    def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Put the modules' own forwards back.
 
         One that another library wrapped meanwhile becomes inactive.
         """
-        for forward in self._live(tree):
+        for forward, _ in self.read(tree):
             forward.remove()
 
-    def now(self, tree: ModelTree) -> WayBack:
-        """Record which forwards are there, to install the same objects again."""
-        live = self._live(tree)
-        installed = [f for f in live if vars(f.module).get(forward_slot(f.module)) is f]
-
-        def resume() -> None:
-            for forward in live:
-                forward.is_active = True
-            for forward in installed:
+    def resume(self, tree: ModelTree, value: list[tuple[Float32Forward, bool]]) -> None:
+        """Install the same objects again."""
+        for forward, is_installed in value:
+            forward.is_active = True
+            if is_installed:
                 forward.install()
 
-        return Call(resume)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeInFloat32(EditBase):
+def compute_in_float32(
+    journal: Journal,
+    tree: ModelTree,
+    *,
+    modules: Sequence[weakref.ref[nn.Module]],
+    forward: Callable[[nn.Module], Float32Forward],
+) -> None:
     """Make modules compute in float32 from their half parameters.
 
-    Attributes:
+    Args:
+        journal: The journal.
+        tree: The model.
         modules: The modules.
         forward: Makes the forward that replaces a module's own.
     """
-
-    modules: tuple[weakref.ref[nn.Module], ...] = field(default=(), repr=False)
-    forward: Callable[[nn.Module], Float32Forward] = field(repr=False)
-
-    def capture(self, tree: ModelTree) -> list[ComputeChange]:
-        """Begin a record of the forwards replaced."""
-        return [ComputeChange()]
-
-    def apply(self, changes: list[ComputeChange], tree: ModelTree) -> None:
-        """Replace the forwards."""
-        for reference in self.modules:
-            module = reference()
-            if module is not None:
-                changes[0].install(self.forward(module))
+    forwards = Forwards()
+    journal.save(forwards)
+    for reference in modules:
+        module = reference()
+        if module is not None:
+            forwards.install(forward(module))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from ..model.records import Records, TensorRef
 from ..model.tree import ModelTree
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor, multiplies_half
-from .base import EditBase
-from .journal import Call, WayBack
+from .journal import Journal, Slot, Undoing
 from .norms import Float32Forward, float32_shell, to_float32
 
 
@@ -190,48 +188,20 @@ def _hold_parameters_in(kind: type[dict[str, Any]], module: nn.Module) -> None:
         vars(module)["_parameters"] = kind(held)
 
 
-@dataclass
-class _Installed:
-    """An instance attribute that stands in for a parameter or a method."""
-
-    module: nn.Module
-    name: str
-    value: Any
-
-    def remove(self) -> None:
-        """Remove it, so that what it stands in for is seen again."""
-        if isinstance(self.value, UpcastTensor):
-            self.value._is_param = False
-            self.value.held = None
-            _hold_parameters_in(dict, self.module)
-        del vars(self.module)[self.name]
-
-    def put_back(self) -> None:
-        """Install it again, unless others moved its parameter meanwhile."""
-        if isinstance(self.value, UpcastTensor):
-            held = self.module._parameters.get(self.name)
-            if held is None:
-                return
-            self.value._is_param = True
-            self.value.held = held
-            _hold_parameters_in(OrderedDict, self.module)
-        vars(self.module)[self.name] = self.value
-
-
-# The changes that follow weights that are registered again, and torch's hook for them.
-_followers: tuple[weakref.ref[UpcastChange], ...] = ()
+# The slots that follow weights that are registered again, and torch's hook for them.
+_followers: tuple[weakref.ref[StandIns], ...] = ()
 _hook: RemovableHandle | None = None
 
 
-def _follow(change: UpcastChange, is_followed: bool) -> None:
-    """Begin or end to follow the weights of a change.
+def _follow(slot: StandIns, is_followed: bool) -> None:
+    """Begin or end to follow the weights of a slot.
 
-    Only here does torch's hook come and go: when a garbage collection frees a change,
+    Only here does torch's hook come and go: when a garbage collection frees a slot,
     torch may be stepping through its hooks.
     """
     global _followers, _hook
-    others = [one for one in _followers if one() not in (None, change)]
-    _followers = (*others, weakref.ref(change)) if is_followed else tuple(others)
+    others = [one for one in _followers if one() not in (None, slot)]
+    _followers = (*others, weakref.ref(slot)) if is_followed else tuple(others)
     if _followers and _hook is None:
         _hook = register_module_parameter_registration_hook(_registered)
     elif not _followers and _hook is not None:
@@ -240,16 +210,15 @@ def _follow(change: UpcastChange, is_followed: bool) -> None:
 
 
 def _registered(module: nn.Module, name: str, parameter: Any) -> Any:
-    """The parameter to register instead, as each change that follows has it."""
+    """Return the parameter to register instead, as each slot that follows has it."""
     for follower in _followers:
-        change = follower()
-        if change is not None:
-            instead = change.registered(module, name, parameter)
-            parameter = parameter if instead is None else instead
+        slot = follower()
+        if slot is not None:
+            parameter = slot.registered(module, name, parameter)
     return parameter
 
 
-class UpcastChange:
+class StandIns(Slot):
     """Instance attributes that stand in for parameters.
 
     They follow weights that are tied, parametrized or loaded.
@@ -281,13 +250,13 @@ class UpcastChange:
         if mark is not None:  # of what the model is a part of, nothing is to be left
             mark.dtypes[name] = parameter.dtype
 
-    def _weights(self) -> Iterator[_Installed]:
-        """The stand-ins of weights."""
+    def _weights(self) -> list[UpcastTensor]:
+        """Return the stand-ins of weights."""
+        found = []
         for module, names in self._names.items():
-            for name in names:
-                value = vars(module).get(name)
-                if isinstance(value, UpcastTensor):
-                    yield _Installed(module, name, value)
+            values = [vars(module).get(name) for name in names]
+            found += [one for one in values if isinstance(one, UpcastTensor)]
+        return found
 
     def put_float32_first(self, model: nn.Module) -> None:
         """Put a stand-in first among a module's ``parameters()``.
@@ -295,61 +264,46 @@ class UpcastChange:
         It is done in each module with children that would begin with one of the
         weights.
         """
-        weights: dict[int, _Installed] = {}
+        weights: dict[int, UpcastTensor] = {}
         for weight in self._weights():
-            weights.setdefault(id(weight.value.held), weight)
+            weights.setdefault(id(weight.held), weight)
 
         for module in model.modules():
             if not module._modules or "parameters" in vars(module):
                 continue
             floating = filter(torch.is_floating_point, module.parameters())
             first = weights.get(id(next(floating, None)))
-            if first is None:
-                continue
-            stand_in = Float32First(module, first.module, first.name)
-            vars(module)["parameters"] = stand_in
-            self._names.setdefault(module, set())
+            if first is not None and first.owner is not None:
+                vars(module)["parameters"] = Float32First(module, *first.owner)
+                self._names.setdefault(module, set())
 
     def registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
-        """The parameter to register instead, or ``None`` to register this one.
+        """Return the parameter to register: for a stand-in it is the half weight.
 
-        For a stand-in it is the half weight, and the new place gets a stand-in.
+        The new place gets a stand-in.
         """
         if isinstance(module, ParametrizationList):
-            self._give_away(parameter)
+            # The owner gets a property in place of the stand-in, which may be another
+            # kind of tensor by now: torch swaps what it parametrizes.
+            for owner, names in self._names.items():
+                for own in names:
+                    if vars(owner).get(own) is parameter:
+                        del vars(owner)[own]
 
-        if not isinstance(parameter, UpcastTensor):
-            if not self._is_weight(module, name, parameter):
-                return None
-            half = parameter
-        else:
-            if not self._is_ours(parameter):
-                return None
+        half = parameter
+        if isinstance(parameter, UpcastTensor):
+            owner, own = parameter.owner or (module, "")
+            if own not in self._names.get(owner, ()):
+                return parameter  # of another model's weight
             if not parameter.is_whole:
                 # A part of a weight, or a view to be trained, is float32 by itself.
                 return nn.Parameter(parameter.clone(), parameter.requires_grad)
             half = parameter.parameter
+        elif not self._is_weight(module, name, parameter):
+            return parameter
 
         self.install(module, name, half)
         return half
-
-    def _give_away(self, parameter: Any) -> None:
-        """Remove a stand-in whose owner gets a property in its place.
-
-        It may be another kind of tensor by now: torch swaps what it parametrizes.
-        """
-        for module, names in self._names.items():
-            for name in names:
-                if vars(module).get(name) is parameter:
-                    del vars(module)[name]
-
-    def _is_ours(self, stand_in: UpcastTensor) -> bool:
-        """Whether a stand-in is of one of the weights."""
-        if stand_in.owner is None:
-            return False
-
-        module, name = stand_in.owner
-        return name in self._names.get(module, ())
 
     def _is_weight(self, module: nn.Module, name: str, parameter: Any) -> bool:
         """Whether a parameter is registered where one of the weights is or is shared.
@@ -365,63 +319,64 @@ class UpcastChange:
         if any(own is parameter for own in module._parameters.values()):
             return False  # a second name is no weight that the module uses
 
-        return any(weight.value.held is parameter for weight in self._weights())
+        return any(weight.held is parameter for weight in self._weights())
 
-    def _installed(self, tree: ModelTree) -> list[_Installed]:
-        """All that was installed and is there, on PEFT's copies too."""
+    def read(self, tree: ModelTree) -> list[tuple[nn.Module, str, Any]]:
+        """Return all that stands in by module and name, on PEFT's copies too."""
         modules = [*self._names, *[node.module for node in tree.modules]]
         found = []
         for module in dict.fromkeys(modules):
             for name, value in vars(module).items():
                 if isinstance(value, STAND_INS):
-                    found.append(_Installed(module, name, value))
+                    found.append((module, name, value))
 
         return found
 
-    def undo(self, tree: ModelTree) -> None:
+    def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Remove the stand-ins, so that the parameters are seen again."""
         _follow(self, False)
-        for one in self._installed(tree):
-            one.remove()
+        for module, name, value in self.read(tree):
+            if isinstance(value, UpcastTensor):
+                value._is_param = False
+                value.held = None
+                _hold_parameters_in(dict, module)
+            del vars(module)[name]
 
-    def now(self, tree: ModelTree) -> WayBack:
-        """Record the current stand-ins."""
-        current = self._installed(tree)
+    def resume(self, tree: ModelTree, value: list[tuple[nn.Module, str, Any]]) -> None:
+        """Install the stand-ins again, but where others moved the parameter."""
+        for module, name, one in value:
+            if isinstance(one, UpcastTensor):
+                held = module._parameters.get(name)
+                if held is None:
+                    continue
+                one._is_param = True
+                one.held = held
+                _hold_parameters_in(OrderedDict, module)
+            vars(module)[name] = one
+        _follow(self, True)
 
-        def resume() -> None:
-            for one in current:
-                one.put_back()
-            _follow(self, True)
 
-        return Call(resume)
+def upcast_at_use(
+    journal: Journal,
+    tree: ModelTree,
+    *,
+    refs: Sequence[TensorRef],
+    chunk_bytes: int | None,
+) -> None:
+    """Make modules see and use half weights as float32, by stand-ins that follow them.
 
-
-@dataclass(frozen=True, kw_only=True)
-class UpcastAtUse(EditBase):
-    """Make modules see and use half weights as float32.
-
-    A stand-in in front of each weight upcasts it at each use.
-
-    Attributes:
-        weights: The places of the weights, all those of a tied one.
+    Args:
+        journal: The journal.
+        tree: The model.
+        refs: The places of the weights, all those of a tied one.
         chunk_bytes: The most float32 of a weight in a matrix product, in bytes.
     """
+    slot = StandIns(tree.records, chunk_bytes)
+    journal.save(slot)
+    for ref in refs:
+        module, parameter = ref.owner(), ref()
+        if module is not None and parameter is not None:
+            slot.install(module, ref.name, parameter)
 
-    weights: tuple[TensorRef, ...] = field(repr=False)
-    chunk_bytes: int | None = None
-
-    def capture(self, tree: ModelTree) -> list[UpcastChange]:
-        """Begin a record of the stand-ins: a planned edit finds none."""
-        return [UpcastChange(tree.records, self.chunk_bytes)]
-
-    def apply(self, changes: list[UpcastChange], tree: ModelTree) -> None:
-        """Install the stand-ins, and follow the weights."""
-        change = changes[0]
-        for ref in self.weights:
-            module = ref.owner()
-            parameter = ref()
-            if module is not None and parameter is not None:
-                change.install(module, ref.name, parameter)
-
-        change.put_float32_first(tree.model)
-        _follow(change, True)
+    slot.put_float32_first(tree.model)
+    _follow(slot, True)

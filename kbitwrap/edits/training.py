@@ -1,4 +1,4 @@
-"""The edits that record what training rewrites.
+"""The edits of what training rewrites.
 
 It rewrites train modes, caches, ``use_cache``, and fields of layers and of accelerate.
 """
@@ -6,7 +6,6 @@ It rewrites train modes, caches, ``use_cache``, and fields of layers and of acce
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +24,18 @@ from ..model.bitsandbytes_layers import (
 )
 from ..model.quantization import KERNEL, has_runtime_state
 from ..model.records import MARK, MemoryRef, ParameterRecord
-from ..model.tree import ModelTree, Node, only_reading
+from ..model.tree import ModelTree, only_reading
 from ..model.wrappers import is_sharded_tensor
 from .base import (
-    AttributesChange,
-    AttributesNow,
-    EditBase,
+    Attributes,
     Fields,
-    HeldOriginal,
+    ModuleAttributes,
+    OriginalSlot,
     read_attributes,
     write_attributes,
 )
-from .journal import MISSING
-from .kept import KeptChange
+from .journal import MISSING, Journal
+from .kept import ForwardState
 
 # Set by accelerate on the model that it is given: a forward under autocast, the forward
 # before that, and a mark.
@@ -48,54 +46,41 @@ _ACCELERATE_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepar
 _SMALL_BYTES = 1 << 16
 
 
-class AccelerateChange(AttributesNow):
-    """A model as it was before ``Accelerator.prepare``, which a ``Trainer`` calls.
+class AcceleratePreparation(Attributes):
+    """The attributes that ``Accelerator.prepare``, which a ``Trainer`` calls, sets.
 
-    That gives it a forward under autocast, and a mark.
+    They are a forward under autocast, and a mark.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__([model], _ACCELERATE_ATTRIBUTES)
+        super().__init__(_ACCELERATE_ATTRIBUTES, [model])
         self.model = model
 
-    def undo(self, tree: ModelTree) -> None:
-        """Put the attributes back; a ``forward`` that others replaced stays."""
-        values = self._values[0]
+    def resume(self, tree: ModelTree, value: list[Fields]) -> None:
+        """Write the attributes back; a ``forward`` that others replaced stays."""
+        fields = value[0]
         wrapped = vars(self.model).get("_original_forward", MISSING)
-        if wrapped is values["_original_forward"]:
-            values = values | read_attributes(self.model, ["forward"])
+        if wrapped is fields["_original_forward"]:
+            fields = fields | read_attributes(self.model, ["forward"])
 
-        write_attributes(self.model, values)
+        write_attributes(self.model, fields)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FollowTrainMode(EditBase):
+def follow_train_mode(journal: Journal, tree: ModelTree) -> None:
     """Give modules outside the base the train mode of what contains them.
 
     Such modules are adapters, wrappers and copies.
     """
-
-    def capture(self, tree: ModelTree) -> list[AttributesNow]:
-        """Record their modes."""
-        followers = [node.module for node in tree.nodes if _follows(node)]
-        return [AttributesNow(followers, ["training"])]
-
-    def apply(self, changes: list[AttributesNow], tree: ModelTree) -> None:
-        """Set the modes, from the outermost module on."""
-        modes: dict[str, bool] = {}
-        for node in tree.nodes:
-            if _follows(node):
-                container = node.path.rpartition(".")[0]
-                node.module.training = modes[container]
-            modes[node.path] = node.module.training
+    followers = [node for node in tree.nodes if node.path and not node.is_base]
+    journal.save(Attributes(["training"], [node.module for node in followers]))
+    modes: dict[str, bool] = {}
+    for node in tree.nodes:  # from the outermost on
+        if node.path and not node.is_base:
+            node.module.training = modes[node.path.rpartition(".")[0]]
+        modes[node.path] = node.module.training
 
 
-def _follows(node: Node) -> bool:
-    """Whether a module is outside of the base, and inside of another."""
-    return bool(node.path) and not node.is_base
-
-
-class RuntimeChange(HeldOriginal):
+class RuntimeState(OriginalSlot):
     """The fields that a bitsandbytes layer rewrites when it runs, as they were.
 
     ``Linear4bit`` fills in ``compute_dtype``, and on some CPUs repacks its weight in
@@ -107,21 +92,31 @@ class RuntimeChange(HeldOriginal):
     """
 
     def __init__(self, module: nn.Module, record: ParameterRecord) -> None:
-        weight = module._parameters["weight"]
-        assert weight is not None
         self.record = record
         self.dtype = record.dtype
         # of the weight in the trainable layout, in which it is sharded
         self.shape = record.shape
         self._module = weakref.ref(module)
-        self._attributes = read_attributes(module, RUNTIME_ATTRIBUTES)
-        self._state: dict[str, Fields] = {}
+        self.before = self.read()
+
+    def read(self, tree: Any = None) -> tuple[Fields, dict[str, Fields]]:
+        """Return the fields of the layer, and those of the owners of its statistics.
+
+        Of a layer that is gone they are those from before.
+        """
+        module, weight = self._module(), self._weight()
+        if module is None or weight is None:
+            return self.before  # type: ignore[no-any-return]
+
         may_repack = weight.is_cpu and "state" not in vars(module)  # of 4 bits
+        state = {}
         for owner in state_owners(module, weight):
             fields = owner.fields()
             if not may_repack:
                 fields = {key: _weakly(value) for key, value in fields.items()}
-            self._state[owner.name] = fields
+            state[owner.name] = fields
+
+        return read_attributes(module, RUNTIME_ATTRIBUTES), state
 
     def _weight(self) -> nn.Parameter | None:
         module = self._module()
@@ -135,7 +130,7 @@ class RuntimeChange(HeldOriginal):
         weight = self._weight()
         state = getattr(weight, "quant_state", None)
         if weight is not None and state is not None and is_repacked(vars(state)):
-            self.write(weight, in_other_layout(weight, state))
+            self.give(weight, in_other_layout(weight, state))
             unpack_statistics(state)
             self.shape = weight.shape
 
@@ -147,8 +142,8 @@ class RuntimeChange(HeldOriginal):
         if fields.get(REPACKS):
             fields[REPACKS] = False
 
-    def undo(self, tree: ModelTree) -> None:
-        """Put the recorded fields back.
+    def resume(self, tree: ModelTree, value: Any) -> None:
+        """Put fields back.
 
         A layer whose weight is sharded keeps the trainable layout: what it repacks is
         lost when the weight is gathered again, and its statistics would stay repacked.
@@ -157,7 +152,8 @@ class RuntimeChange(HeldOriginal):
         if module is None:
             return
 
-        write_attributes(module, self._attributes)
+        attributes, state = value
+        write_attributes(module, attributes)
         is_sharded = weight is not None and is_sharded_tensor(weight)
         if is_sharded:
             self._stop_repacking()
@@ -166,20 +162,19 @@ class RuntimeChange(HeldOriginal):
             return
 
         quant_state = getattr(weight, "quant_state", None)
-        was_repacked = is_repacked(self._state.get("quant_state", {}))
+        was_repacked = is_repacked(state.get("quant_state", {}))
         if quant_state is not None and is_repacked(vars(quant_state)) != was_repacked:
             if is_sharded:
                 return
-            self.write(weight, in_other_layout(weight, quant_state))
+            self.give(weight, in_other_layout(weight, quant_state))
 
         owners = state_owners(module, weight)
         # A layer may have moved a tensor from one of its owners to another.
-        tensors = _by_memory([owner.fields() for owner in owners])
+        places = [owner.fields() for owner in owners]
         before = []
         for owner in owners:
-            if owner.name in self._state:
-                recorded = self._state[owner.name]
-                fields = _with_tensors(recorded, owner.fields(), tensors)
+            if owner.name in state:
+                fields = _with_tensors(state[owner.name], owner.fields(), places)
                 before.append((owner, fields))
 
         # All are written before any is removed: a field may be all that holds a tensor
@@ -190,16 +185,8 @@ class RuntimeChange(HeldOriginal):
         for owner, fields in before:
             owner.replace(fields)
 
-    def now(self, tree: ModelTree) -> RuntimeChange:
-        """Record the layer as it is now; if it is gone, return this record."""
-        module = self._module()
-        if module is None or self._weight() is None:
-            return self
-
-        return RuntimeChange(module, self.record)
-
-    def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The weight as it was before the layer repacked it.
+    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the weight as it was before the layer repacked it.
 
         It is a copy, or the weight itself where the layer did not repack it.
         """
@@ -207,9 +194,9 @@ class RuntimeChange(HeldOriginal):
 
     def _settle(self, fields: Fields) -> None:
         """Replace the fields of copied 4-bit statistics by the recorded ones."""
-        if "quant_state" in self._state:
-            tensors = _by_memory([fields])
-            values = _with_tensors(self._state["quant_state"], fields, tensors)
+        _, state = self.before
+        if "quant_state" in state:
+            values = _with_tensors(state["quant_state"], fields, [fields])
             fields.clear()
             fields.update(values)
 
@@ -239,70 +226,51 @@ def _weakly(value: Any) -> Any:
     return MemoryRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _by_memory(places: list[Fields]) -> dict[int, torch.Tensor]:
-    """The tensors among the fields of objects, by the keys of their memory."""
-    found = {}
-    for place in places:
-        for value in place.values():
-            if isinstance(value, torch.Tensor):
-                found[value.untyped_storage()._cdata] = value
+def _with_tensors(before: Fields, fields: Fields, places: list[Fields]) -> Fields:
+    """Return recorded fields, with a tensor again for each that is held weakly.
 
-    return found
-
-
-def _with_tensors(
-    recorded: Fields, fields: Fields, tensors: dict[int, torch.Tensor]
-) -> Fields:
-    """The recorded fields, with a tensor again for each that is held weakly.
-
-    It is the one that lies in that memory; where none does, the current value.
+    It is the one of those in ``places`` that lies in that memory; where none does, the
+    current value, which is in ``fields``.
     """
-    found = dict(recorded)
-    for key, value in recorded.items():
+    tensors = {}
+    for value in [value for place in places for value in place.values()]:
+        if isinstance(value, torch.Tensor):
+            tensors[value.untyped_storage()._cdata] = value
+
+    found = dict(before)
+    for key, value in before.items():
         if isinstance(value, MemoryRef):
             found[key] = tensors.get(value.cdata, fields.get(key))
-
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record(EditBase):
-    """Record what training rewrites, and keep layers trainable.
+def record(journal: Journal, tree: ModelTree) -> None:
+    """Record what training rewrites, keep layers trainable, and mark all modules.
 
-    They keep the layout, and the kernel, that has a backward.
+    Layers keep the layout, and the kernel, that has a backward. By the marks, copies
+    that others make of the modules are told from modules of theirs.
     """
+    runtime: dict[nn.Module, RuntimeState] = {}
+    with only_reading():
+        for tensor in tree.all_tensors:
+            module = tensor.module
+            if tensor.name == "weight" and has_runtime_state(module):
+                runtime[module] = RuntimeState(module, tree.record(tensor))
 
-    def capture(self, tree: ModelTree) -> list[Any]:
-        """Record all of it."""
-        runtime = {}
-        with only_reading():
-            for tensor in tree.all_tensors:
-                module = tensor.module
-                if tensor.name == "weight" and has_runtime_state(module):
-                    runtime[module] = RuntimeChange(module, tree.record(tensor))
-
-        configs = [config for config in tree.configs if hasattr(config, "__dict__")]
-        return [
-            AccelerateChange(tree.model),
-            AttributesChange(tree, ("training", MARK)),  # adapters keep theirs
-            *runtime.values(),
-            KeptChange(tree),
-            # Saving the model writes its dtype into its config.
-            AttributesNow(configs, ["use_cache", "dtype"]),
-        ]
-
-    def apply(self, changes: list[Any], tree: ModelTree) -> None:
-        """Keep layers trainable, and mark all modules.
-
-        By the mark, copies that others make of the modules are told from modules of
-        theirs.
-        """
-        for change in changes:
-            if isinstance(change, RuntimeChange):
-                change.keep_unpacked()
-        for node in tree.modules:
-            tree.records.mark(node.module)
-            fields = vars(node.module)
-            is_unset = fields.get(KERNEL, MISSING) is None
-            if is_unset and has_runtime_state(node.module):
-                fields[KERNEL] = "train"
+    configs = [config for config in tree.configs if hasattr(config, "__dict__")]
+    journal.save(
+        # Saving the model writes its dtype into its config.
+        Attributes(["use_cache", "dtype"], configs),
+        ForwardState(tree),
+        *reversed(runtime.values()),
+        ModuleAttributes(("training", MARK), tree),  # adapters keep theirs
+        AcceleratePreparation(tree.model),
+    )
+    for state in runtime.values():
+        state.keep_unpacked()
+    for node in tree.modules:
+        tree.records.mark(node.module)
+        fields = vars(node.module)
+        is_unset = fields.get(KERNEL, MISSING) is None
+        if is_unset and has_runtime_state(node.module):
+            fields[KERNEL] = "train"

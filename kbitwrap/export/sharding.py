@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from ..edits.base import HeldOriginal
-from ..edits.storage import StorageChange
-from ..edits.training import RuntimeChange
+from ..edits.base import OriginalSlot
+from ..edits.storage import ParameterStorage
+from ..edits.training import RuntimeState
 from ..errors import ConfigError, ExportError, KbitWrapError, ManifestError
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, shallow_copy
@@ -28,8 +28,8 @@ from ..model.wrappers import (
     unwrap,
     wrapped_children,
 )
-from ..preparation.original import Original
 from ..preparation.preparation import Preparation
+from ..preparation.state import Original
 from ..tensors.lazy import LazyTensor
 from .shards import Shard, Shards
 
@@ -76,7 +76,7 @@ class Gathering:
         self,
         tree: ModelTree,
         original: Original,
-        held_of: Callable[..., HeldOriginal | None],
+        held_of: Callable[..., OriginalSlot | None],
     ) -> dict[int, Tensor]:
         """Promise the originals of parameters that were sharded since.
 
@@ -185,7 +185,7 @@ class Gathering:
         self,
         tensor: NamedTensor,
         was: ParameterRecord,
-        held: HeldOriginal | None,
+        held: OriginalSlot | None,
         original: Original,
     ) -> LazyTensor:
         """Promise a parameter's whole original, to be computed inside `lead`.
@@ -195,11 +195,11 @@ class Gathering:
         fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(tensor, was)
         index = len(self._tensors)
-        shape = held.shape if isinstance(held, RuntimeChange) else was.shape
+        shape = held.shape if isinstance(held, RuntimeState) else was.shape
         shard = self._shards.of(tensor, shape)
         self._tensors.append(shard)
         stored = None
-        if isinstance(held, StorageChange) and held.converts(parameter):
+        if isinstance(held, ParameterStorage) and held.converts(parameter):
             stored = held
 
         def compute() -> Tensor:
@@ -220,7 +220,7 @@ class Gathering:
         )
         if was.quant_state is not None:
             state = was.quant_state()
-            if isinstance(held, RuntimeChange):
+            if isinstance(held, RuntimeState):
                 state = held.original_quant_state(parameter)
             vars(promised)["quant_state"] = state
         elif was.quantized_class is not None:

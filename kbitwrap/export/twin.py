@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..edits.base import Anchor, HeldOriginal
-from ..edits.kept import KeptChange, lay_as_stored
+from ..edits.base import Anchor, OriginalSlot
+from ..edits.kept import ForwardState, lay_as_stored
 from ..edits.norms import Float32Forward
 from ..edits.stand_ins import STAND_INS
-from ..edits.storage import StorageChange
+from ..edits.storage import SharedMemory
 from ..errors import ExportError
 from ..model.bitsandbytes_layers import (
     has_transposed_scales,
@@ -32,14 +32,14 @@ from ..model.records import Mark, ParameterRecord
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, unwrap
 from ..preparation.comparison import DECOMPRESSED, Changes
-from ..preparation.original import Original, configs_of
 from ..preparation.preparation import Preparation
+from ..preparation.state import Original, configs_of
 from ..tensors.bits import Layout, differ
 from .sharding import Gathering, drift_of
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
-_Held = dict[ParameterRecord, HeldOriginal]
+_Held = dict[ParameterRecord, OriginalSlot]
 # by the ``id`` of the live parameter
 _Promised = dict[int, Tensor]
 # the classes of the attributes that a preparation sets on modules
@@ -86,7 +86,7 @@ class _Copier:
     def __init__(self, tree: ModelTree) -> None:
         self.tree = tree
         self.held: _Held = {}
-        self.rewritten: Sequence[KeptChange] = ()
+        self.rewritten: Sequence[ForwardState] = ()
         self.original: Original | None = None
         self.promised: _Promised = {}
         self._memo: dict[int, Any] = {}  # of configs, for ``copy.deepcopy``
@@ -176,7 +176,7 @@ class _Copier:
 
         value: Tensor = parameter
         if held is not None:
-            value = held.read(parameter)
+            value = held.original(parameter)
         elif name == "weight" and has_runtime_state(module):
             value = unpacked_copy(parameter)
 
@@ -185,7 +185,7 @@ class _Copier:
 
     def held_of(
         self, module: nn.Module, name: str, parameter: nn.Parameter
-    ) -> HeldOriginal | None:
+    ) -> OriginalSlot | None:
         """The change that holds the original of a parameter.
 
         It is ``None`` where the parameter stores that itself.
@@ -216,11 +216,11 @@ def build_twin(
     if preparation is None:
         return copier.twin()
 
-    changes = [*preparation.copies(tree), *preparation.journal.parts(HeldOriginal)]
+    changes = [*preparation.copies(tree), *preparation.journal.of(OriginalSlot)]
     copier.held = {one.record: one for one in changes}  # the oldest decides
-    copier.rewritten = preparation.journal.parts(KeptChange)
-    copier.promised = _sharing_memory(copier.held)
-    original = preparation.original
+    copier.rewritten = preparation.journal.of(ForwardState)
+    copier.promised = _sharing_memory(preparation.journal.of(SharedMemory))
+    original = preparation.before
     prepared = original.model()
     # and no part or container of it
     if prepared is None or unwrap(prepared)[0] is not unwrap(tree.model)[0]:
@@ -291,22 +291,21 @@ def _refuse_replaced(changes: Changes) -> None:
         )
 
 
-def _sharing_memory(held: _Held) -> _Promised:
+def _sharing_memory(shared: Sequence[SharedMemory]) -> _Promised:
     """Copies, in one storage, of parameters that lay in one memory.
 
     Lazy tensors cannot share memory. Those that were trained apart are left out.
     """
     found: _Promised = {}
-    storages = [one for one in held.values() if isinstance(one, StorageChange)]
-    for group in {one.group for one in storages if one.group is not None}:
+    for memory in shared:
         parameters, values, originals = [], [], []
-        for change in group.changes:
-            parameter = change.record.live()
-            if parameter is not None and change.converts(parameter):
-                value = change.original_of(parameter.data)
+        for storage in memory.storages:
+            parameter = storage.record.live()
+            if parameter is not None and storage.converts(parameter):
+                value = storage.original_of(parameter.data)
                 parameters.append(parameter)
                 values.append(value)
-                originals.append((value, change.layout))
+                originals.append((value, storage.layout))
         if len(parameters) < 2:
             continue
         views = Layout.place(originals)

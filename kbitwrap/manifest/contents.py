@@ -154,11 +154,11 @@ def _record(
 
     was = left = None
     if preparation is not None and tree is not None:
-        was = preparation.original.buffers.get(fqn)
+        was = preparation.before.buffers.get(fqn)
         known = tree.known.get(id(live)) or tree.sharded.get(id(live))
         if known is not None:
-            flag = preparation.original.flags[known]
-            left = preparation.left.of(known)
+            flag = preparation.before.flag(known)
+            left = preparation.left_of(known)
 
     if was is None and not is_dense(original):
         raise ManifestError(

@@ -5,7 +5,6 @@ Read-only; works on the meta device.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections import defaultdict
@@ -15,10 +14,11 @@ import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig
-from ..edits.base import EditBase
+from ..edits.adapters import cast_adapters
+from ..edits.base import Edit
 from ..edits.flags import prepared_tensors
-from ..edits.stand_ins import UpcastAtUse, can_stand_in
-from ..edits.storage import Store
+from ..edits.stand_ins import can_stand_in, upcast_at_use
+from ..edits.storage import store
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import (
     Quantization,
@@ -29,8 +29,9 @@ from ..model.quantization import (
 from ..model.records import Place, TensorRef, key_of
 from ..model.roles import Role, parameter_roles
 from ..model.tree import ModelTree, NamedTensor
+from ..model.wrappers import is_sharded_tensor
 from ..tensors.bits import digest_bytes, is_composed
-from ..tensors.dtypes import HALF_DTYPES
+from ..tensors.dtypes import HALF_DTYPES, parse_dtype
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 """The engines that train with several processes, as their names are given."""
@@ -102,66 +103,54 @@ class Casts:
     def castable(self) -> _Tensors:
         """The half parameters, where the method permits a cast; none made of others."""
         found = []
+        method = self.tree.quantization
         for tensor in self.half if self.quantization.casts else ():
             # Assigning to ``.data`` leaves what a composed tensor is made of as it is.
-            if is_composed(type(tensor.parameter)):
-                self._refuse_unknown_to_peft(tensor)
-            else:
+            kind = type(tensor.parameter)
+            if not is_composed(kind):
                 found.append(tensor)
+            elif not method.is_known_to_peft:
+                raise UnsupportedModelError(
+                    f"{tensor.path} is a {kind.__name__} of {method.method}, whose "
+                    "dtype cannot be changed: PEFT's function raises half-way on this "
+                    "model. KbitPreparedModel(model) prepares it",
+                    fqn=tensor.path,
+                )
         return found
 
-    def _refuse_unknown_to_peft(self, tensor: NamedTensor) -> None:
-        """Raise for a composed weight of a method that PEFT's function does not know.
-
-        That function would begin to cast it, and raise half-way.
-        """
-        quantization = self.tree.quantization
-        if not quantization.is_known_to_peft:
-            raise UnsupportedModelError(
-                f"{tensor.path} is a {type(tensor.parameter).__name__} of "
-                f"{quantization.method}, whose dtype cannot be changed: PEFT's "
-                "function raises half-way on this model. KbitPreparedModel(model) "
-                "prepares it",
-                fqn=tensor.path,
-            )
-
     @property
-    def upcasts(self) -> list[UpcastAtUse]:
-        """The edits by which weights are float32 where they are used.
+    def upcasts(self) -> list[Edit]:
+        """The edits by which ``"compute"`` makes weights float32 where they are used.
 
         There is one for each role, in the order of the roles.
         """
-        by_role: defaultdict[Role, _Tensors] = defaultdict(list)
-        for tensor in self._upcast:
-            by_role[self.role(tensor)].append(tensor)
+        by_role: dict[Role, _Tensors] = {role: [] for role in Role}
+        if self.config.precision is Precision.COMPUTE:
+            for tensor in self.castable:
+                if key_of(tensor.parameter) not in self._stored:
+                    by_role[self.role(tensor)].append(tensor)
         edits = []
-        for role in Role:
-            if role not in by_role:
+        for role, tensors in by_role.items():
+            if not tensors:
                 continue
             # A tied weight is seen as float32 from each of its modules.
-            weights = [
-                TensorRef(weakref.ref(module), name)
-                for tensor in by_role[role]
-                for module, name in self._places(tensor)
-            ]
-            edit = UpcastAtUse(
-                "upcast",
-                _fqns(by_role[role]),
-                role=role,
-                weights=tuple(weights),
-                chunk_bytes=self.config.head_chunk_bytes,
-            )
-            edits.append(edit)
+            refs = []
+            for tensor in tensors:
+                for module, name in self._places(tensor):
+                    refs.append(TensorRef(weakref.ref(module), name))
+            chunk_bytes = self.config.head_chunk_bytes
+            apply = functools.partial(upcast_at_use, refs=refs, chunk_bytes=chunk_bytes)
+            fqns = tuple(tensor.fqn for tensor in tensors)
+            edits.append(Edit("upcast", fqns, apply, role=role))
         return edits
 
     def _places(self, tensor: NamedTensor) -> list[Place]:
-        """Every place of a weight, also in modules that the model is a part of."""
-        outside = [
-            (module, name)
-            for module, name in self._outside
-            if module._parameters[name] is tensor.parameter
-        ]
-        return [*self.tree.places(tensor), *outside]
+        """Return every place of a weight, also in modules that the model is a part of."""
+        places = list(self.tree.places(tensor))
+        for module, name in self._outside:
+            if module._parameters[name] is tensor.parameter:
+                places.append((module, name))
+        return places
 
     @functools.cached_property
     def _outside(self) -> list[Place]:
@@ -171,16 +160,19 @@ class Casts:
         return self.tree.places_outside(matrices) if matrices else []
 
     @functools.cached_property
-    def _upcast(self) -> _Tensors:
-        """The weights that precision ``"compute"`` upcasts as they are used."""
-        if self.config.precision is not Precision.COMPUTE:
-            return []
-        stored = {
-            key_of(tensor.parameter)
-            for tensor in self.castable
-            if self._stored_because(tensor)
-        }
-        return [t for t in self.castable if key_of(t.parameter) not in stored]
+    def _stored(self) -> dict[int, str]:
+        """The keys of the memory that is stored in float32, each with the reason."""
+        found: dict[int, str] = {}
+        precision = self.config.precision
+        for tensor in self.castable if precision.upcasts_all else ():
+            key = key_of(tensor.parameter)
+            if precision is Precision.FULL:
+                found[key] = ""
+            elif key not in found:
+                reason = self._stored_because(tensor)
+                if reason:
+                    found[key] = reason
+        return found
 
     def _stored_because(self, tensor: NamedTensor) -> str:
         """Why a half parameter is stored in float32 under ``"compute"``.
@@ -205,65 +197,64 @@ class Casts:
         return ""
 
     @functools.cached_property
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[Edit]:
         """Casts to float32, largest first.
 
         So the peak is what stays plus the last, small, originals.
         """
-        upcast = {id(tensor.parameter) for tensor in self._upcast}
         # of parameters that share memory
         groups: defaultdict[int, _Tensors] = defaultdict(list)
         for tensor in self.castable:
-            is_stored = id(tensor.parameter) not in upcast
-            is_cast = is_stored and self.config.precision.upcasts_all
-            if is_cast or is_rewritten(tensor.module, tensor.name):
-                groups[key_of(tensor.parameter)].append(tensor)
+            key = key_of(tensor.parameter)
+            if key in self._stored or is_rewritten(tensor.module, tensor.name):
+                groups[key].append(tensor)
         stores = [self._store(group) for group in groups.values()]
         return sorted(stores, key=lambda edit: -edit.transient_bytes)
 
-    def _store(self, group: _Tensors) -> Store:
-        """The edit that casts parameters of one memory.
+    def _store(self, group: _Tensors) -> Edit:
+        """Make the edit that casts parameters of one memory.
 
         Where the precision stores nothing, it only records what their layers rewrite
         when they run.
         """
         parameters = [tensor.parameter for tensor in group]
-        refs = [TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in group]
-        record = Store(
-            "record",
-            _fqns(group),
-            role=self.role(group[0]),
-            refs=tuple(refs),
-            is_rewritten=any(is_rewritten(t.module, t.name) for t in group),
-            is_viewed=key_of(parameters[0]) in self._viewed,
-        )
-        if not self.config.precision.upcasts_all:
-            return record
-        keep = self.config.keep_originals
-        cast_bytes = sum(p.numel() for p in parameters) * torch.float32.itemsize
+        key = key_of(parameters[0])
+        role = self.role(group[0])
+        fqns = tuple(tensor.fqn for tensor in group)
+        refs = tuple(TensorRef(weakref.ref(t.module), t.name) for t in group)
+        rewrites = any(is_rewritten(t.module, t.name) for t in group)
+        is_viewed = key in self._viewed
+        keep = key in self._stored and self.config.keep_originals
+        dtype = torch.float32 if key in self._stored else None
+        held = {"keep": keep, "is_rewritten": rewrites, "is_viewed": is_viewed}
+        apply = functools.partial(store, fqns=fqns, refs=refs, dtype=dtype, held=held)
+        if dtype is None:
+            return Edit("record", fqns, apply, role=role, refs=refs)
+        cast_bytes = sum(p.numel() for p in parameters) * dtype.itemsize
         # The originals leave their memory, unless others view it, or what is kept on the
         # CPU is the original itself.
-        stays = record.is_viewed or (keep and parameters[0].device.type == "cpu")
         freed_bytes = 0
-        if not stays:
+        if not (is_viewed or (keep and parameters[0].device.type == "cpu")):
             # They may overlap.
             together = sum(parameter.nbytes for parameter in parameters)
             freed_bytes = min(together, parameters[0].untyped_storage().nbytes())
         # The digest of an original is made before its cast, where no original is held.
-        is_held = record.is_rewritten or record.is_viewed or keep
-        digests = [0 if is_held else digest_bytes(one) for one in parameters]
-        is_compute = self.config.precision is Precision.COMPUTE
-        return dataclasses.replace(
-            record,
-            action="store",
+        is_held = any(held.values())
+        # of what is held elsewhere: on the CPU, or on its device
+        record_bytes = freed_bytes if keep or rewrites else 0
+        return Edit(
+            "store",
+            fqns,
+            apply,
+            role=role,
             added_bytes=cast_bytes - freed_bytes,
             transient_bytes=cast_bytes,
-            digest_bytes=max(digests),
-            reason=self._stored_because(group[0]) if is_compute else "",
-            dtype=torch.float32,
-            keep=keep,
-            # of what is held elsewhere: on the CPU, or on its device by a `StorageChange`
-            record_bytes=freed_bytes if keep or record.is_rewritten else 0,
+            reason=self._stored[key],
+            refs=refs,
+            dtype=dtype,
+            record_bytes=record_bytes,
+            held_bytes=record_bytes if rewrites else 0,
+            digest_bytes=0 if is_held else max(map(digest_bytes, parameters)),
         )
 
     @functools.cached_property
@@ -279,18 +270,56 @@ class Casts:
                     found.add(key_of(value))
         return found
 
+    @functools.cached_property
+    def cast_adapters(self) -> list[Edit]:
+        """The adapters that are in another dtype than asked for, as at most one edit.
 
-def _fqns(tensors: _Tensors) -> tuple[str, ...]:
-    """The names of parameters, as an edit shows them."""
-    return tuple(tensor.fqn for tensor in tensors)
+        Trained copies of base modules follow the precision, and are none. Neither is
+        what cannot be cast here: a shard, a composed tensor.
+        """
+        if self.config.adapter_dtype is None:
+            return []
+        dtype = parse_dtype(self.config.adapter_dtype)
+        base_fqns = {tensor.fqn for tensor in self.tree.base_tensors}
+        found = []
+        for tensor in self.tree.tensors:
+            parameter = tensor.parameter
+            is_adapter = id(parameter) in self.tree.adapter_ids
+            if not is_adapter or tensor.fqn in base_fqns or parameter.dtype == dtype:
+                continue
+            if is_sharded_tensor(parameter) or is_quantized_parameter(parameter):
+                continue
+            if parameter.is_floating_point() and not is_composed(type(parameter)):
+                found.append(tensor)
+        return [cast_adapters(found, dtype)] if found else []
+
+    def by_role(self) -> dict[str, dict[str, int]]:
+        """Count parameters, and the bytes they hold and are to hold, by role.
+
+        What is one memory, seen in one way, counts once.
+        """
+        rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
+        seen = set()
+        for tensor in self.tree.tensors:
+            parameter = tensor.parameter
+            row = rows[self.role(tensor)]
+            row["count"] += 1
+            view = key_of(parameter), parameter.storage_offset(), parameter.numel()
+            if view not in seen:
+                seen.add(view)
+                row["bytes"] += parameter.numel() * parameter.element_size()
+        for edit in [*self.stores, *self.cast_adapters]:
+            assert edit.role is not None
+            rows[edit.role]["added_bytes"] += edit.added_bytes
+        return {role.value: row for role, row in rows.items() if row["count"]}
 
 
-def peak_bytes(edits: Sequence[EditBase]) -> int:
+def peak_bytes(edits: Sequence[Edit]) -> int:
     """The most bytes live above the start, were the edits made in this order."""
     live = peak = 0
     for edit in edits:
         # What else is kept is a copy on the host.
-        held = edit.held_bytes
-        peak = max(peak, live + edit.transient_bytes + held, live + edit.digest_bytes)
-        live += edit.added_bytes + held
+        made = edit.transient_bytes + edit.held_bytes
+        peak = max(peak, live + made, live + edit.digest_bytes)
+        live += edit.added_bytes + edit.held_bytes
     return max(peak, live)

@@ -1,28 +1,41 @@
-"""A live model compared with the record of what it was.
+"""Differences of a live model and the records of what it was.
 
-Restore's report, ``verify``, export, the manifest and the doctor all read the result,
-so that they agree.
+Restore's report, ``verify``, export, the manifest and the doctor all read them, so that
+they agree.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..edits.base import HeldOriginal
-from ..edits.storage import StorageChange
+from ..edits.base import OriginalSlot
+from ..edits.storage import ParameterStorage
 from ..model.bitsandbytes_layers import quant_state_of
-from ..model.quantization import was_decompressed
+from ..model.quantization import is_rewritten, was_decompressed
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree, NamedTensor, join
+from ..model.tree import ModelTree, NamedTensor
 from ..model.wrappers import is_sharded_tensor, whole_shape
+from ..reports import StateDiff
 from ..tensors.bits import content_digest, is_dense
 from ..tensors.lazy import values_of
-from .original import Original, hooks_of
+from .fingerprints import changed_samples
+from .process import is_distributed
+from .state import (
+    HOOKS,
+    ModelState,
+    Original,
+    Values,
+    hooks_of,
+    saved_buffers,
+    values_of_module,
+    values_of_parameter,
+)
 
 DECOMPRESSED = "was decompressed by its library when the model ran"
 _FEW = 1 << 16  # elements of a buffer that is compared
@@ -30,8 +43,7 @@ _FEW = 1 << 16  # elements of a buffer that is compared
 _Parameters = dict[ParameterRecord, nn.Parameter]
 
 
-@dataclass(frozen=True)
-class Replacement:
+class Replacement(NamedTuple):
     """The fate of a parameter, or of a module that holds it."""
 
     fqn: str  # of the parameter or the module
@@ -53,9 +65,9 @@ class Changes:
 
 
 def changes_of(
-    original: Original,
+    before: Original,
     tree: ModelTree,
-    held: Sequence[HeldOriginal] = (),
+    held: Sequence[OriginalSlot] = (),
     trainable: Collection[Any] | None = None,
 ) -> Changes:
     """Find what became of the base, in one read of each device.
@@ -65,71 +77,53 @@ def changes_of(
     trained, else it drifted.
 
     Args:
-        original: The record of the base.
+        before: The record of the base.
         tree: The live model, in which the recorded parameters were found again.
-        held: The changes that hold originals of parameters stored in another dtype:
-            what they would put back is compared.
+        held: The slots that hold originals of parameters stored in another dtype: what
+            they would put back is compared.
         trainable: The records of what may be trained; ``None``: what may be now.
 
     Returns:
         The names, by what happened.
     """
-    found = Changes()
-    there = _compare_places(original, tree, found)
-    unquantized = {
-        record: parameter
-        for record, parameter in there.items()
-        if record.quantized_class is None
-    }
-    changed = _changed_values(original, unquantized, held)
-    for record, parameter in unquantized.items():
-        if record not in changed:
-            continue
-        is_trainable = parameter.requires_grad
-        if trainable is not None:
-            is_trainable = record in trainable
-        if is_trainable:
-            found.trained.append(record.fqn)
-        else:
-            found.drifted.append(record.fqn)
-    return found
-
-
-def _compare_places(original: Original, tree: ModelTree, found: Changes) -> _Parameters:
-    """Note what is at the places of the base instead of what was.
-
-    Returns:
-        The recorded parameters that are there, whose values can be compared.
-    """
+    changes = Changes()
     there: _Parameters = {}
     live = {tensor.fqn: tensor for tensor in tree.base_tensors}
     live_modules = {node.fqn for node in tree.plain_base}
-    for fqn, record in original.base.items():
+    for fqn, record in before.base.items():
         module_fqn = fqn.rpartition(".")[0]
         tensor = live.pop(fqn, None)
         if tensor is None:
             gone = _outermost(fqn, live_modules)
             owner = record.refs[0].owner()
-            found.replaced[fqn] = _replacement(gone, owner, "is gone")
-        elif original.modules[module_fqn]() is not tensor.module:
-            found.replaced[fqn] = Replacement(module_fqn, "was replaced")
+            changes.replaced[fqn] = _replacement(gone, owner, "is gone")
+        elif before.owners[module_fqn]() is not tensor.module:
+            changes.replaced[fqn] = Replacement(module_fqn, "was replaced")
         elif not _is_recorded(record, tensor, tree):
             what = "was replaced or resized"
-            found.replaced[fqn] = _replacement(fqn, tensor.module, what)
-        elif id(tensor.parameter) in tree.known:
+            changes.replaced[fqn] = _replacement(fqn, tensor.module, what)
+        elif id(tensor.parameter) not in tree.known:
+            changes.not_compared.append(record.fqn)
+        elif record.quantized_class is None:
             there[record] = tensor.parameter
-        else:
-            found.not_compared.append(record.fqn)
-    # What is left has a name that the base did not have.
-    for fqn, tensor in live.items():
-        if not original.is_alias(tensor.module, tensor.name):
-            added = _outermost(fqn, original.modules)
-            found.replaced[fqn] = _replacement(added, tensor.module, "was added")
-    return there
+
+    for fqn, tensor in live.items():  # of a name that the base did not have
+        if not before.is_alias(tensor.module, tensor.name):
+            added = _outermost(fqn, before.owners)
+            changes.replaced[fqn] = _replacement(added, tensor.module, "was added")
+
+    changed = _changed_values(before, there, held)
+    for record, parameter in there.items():
+        if record in changed:
+            is_trainable = parameter.requires_grad
+            if trainable is not None:
+                is_trainable = record in trainable
+            (changes.trained if is_trainable else changes.drifted).append(record.fqn)
+    return changes
 
 
 def _outermost(fqn: str, modules: Collection[str]) -> str:
-    """The outermost module that holds a parameter and is not one of these.
+    """Return the outermost module that holds a parameter and is not one of these.
 
     It is what is named of a removed layer, say; the parameter where there is none.
     """
@@ -142,7 +136,7 @@ def _outermost(fqn: str, modules: Collection[str]) -> str:
 
 
 def _replacement(fqn: str, module: nn.Module | None, what: str) -> Replacement:
-    """The fate of a module's parameter, unless its library itself replaced it."""
+    """Return the fate of a module's parameter, unless its own library replaced it."""
     if module is not None and was_decompressed(module):
         what = DECOMPRESSED
     return Replacement(fqn, what)
@@ -168,9 +162,9 @@ def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) 
 
 
 def _changed_values(
-    original: Original, parameters: _Parameters, held: Sequence[HeldOriginal]
+    before: Original, parameters: _Parameters, held: Sequence[OriginalSlot]
 ) -> set[ParameterRecord]:
-    """The parameters of which a restore would give other values than were recorded.
+    """Return the parameters of which a restore would give other values than recorded.
 
     An original that is kept is compared element by element. All others are compared by
     samples, and by digests too, where these were asked for.
@@ -181,108 +175,158 @@ def _changed_values(
     others: _Parameters = {}
     for record, parameter in parameters.items():
         holder = holders.get(record)
-        if (
-            isinstance(holder, StorageChange)
-            and holder.kept is not None
-            and holder.converts(parameter)
-        ):
-            answers[record] = holder.against_kept(parameter.data).is_trained
+        is_storage = isinstance(holder, ParameterStorage) and holder.kept is not None
+        if is_storage and holder.converts(parameter):  # type: ignore[union-attr]
+            answers[record] = holder.compare(parameter.data)[0]  # type: ignore[union-attr]
         else:
             others[record] = parameter
+
     # Samples are rounded to the recorded dtype, as a restore rounds what was cast.
-    changed = original.fingerprints.changed(others.items(), answers)
-    for record, digest in original.fingerprints.digests.items():
-        if record not in others:
-            continue
-        holder = holders.get(record)
+    changed = changed_samples(before.samples, others.items(), answers)
+    for record in before.digests.keys() & others:
         value: torch.Tensor = others[record]
-        if holder is not None:
-            value = holder.read(value)
-        if content_digest(values_of(value)) != digest():
+        if record in holders:
+            value = holders[record].original(value)
+        if content_digest(values_of(value)) != before.digests[record]():
             changed.add(record)
     return changed
 
 
-def changed_buffers(original: Original, tree: ModelTree) -> list[str]:
-    """The names of small buffers of the checkpoint that hold other values than before.
-
-    Running statistics are such. One that is gone is named too.
-    """
-    live: dict[str, torch.Tensor | None] = {}
-    for node in tree.base:
-        for name, buffer in node.module._buffers.items():
-            live[join(node.fqn, name)] = buffer
-    found = []
-    for fqn, recorded in original.buffers.items():
-        buffer = live.get(fqn)
-        if buffer is None:
-            found.append(fqn)
-        elif buffer.numel() > _FEW or not is_dense(buffer):
-            continue
-        elif content_digest(buffer) != recorded.digest():
-            found.append(fqn)
+def trainable_of(tree: ModelTree) -> set[ParameterRecord | None]:
+    """Return the records of what may be trained, also of what others put in its place."""
+    found: set[ParameterRecord | None] = set()
+    for tensor in tree.tensors:
+        if tensor.parameter.requires_grad:
+            at = tree.records.at(tensor.module, tensor.name)
+            found.add(tree.known.get(id(tensor.parameter), at))
     return found
 
 
-def others_in(
-    original: Original, tree: ModelTree, kept_dtype: Collection[ParameterRecord] = ()
-) -> tuple[list[str], list[str]]:
-    """Find the parameters that are not as they were, and those of others.
+def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:
+    """Compare a live model with the state that a preparation left.
+
+    Adapters do not count.
 
     Args:
-        original: The record of the base.
+        after: The state.
+        tree: The live model, in which the recorded parameters were found again.
+        changes: The changes of the base.
+
+    Returns:
+        The differences by fqn, each a pair of what was expected and what was found.
+    """
+    found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
+    for fqn, replacement in changes.replaced.items():
+        found[fqn]["parameter"] = "the prepared one", replacement.what
+    for fqn in changes.drifted:
+        what = "another value, although the parameter is frozen"
+        found[fqn]["value"] = "the original value", what
+
+    # Adapters on parameters (``target_parameters``) write them back after each forward.
+    written: set[int] = set()
+    for node in tree.adapters:
+        if hasattr(node.module, "parameter_name"):
+            layer: nn.Module = node.module.get_base_layer()  # type: ignore[operator]
+            written.update(id(parameter) for parameter in layer.parameters())
+
+    for tensor in tree.base_tensors:
+        parameter, key = tensor.parameter, id(tensor.parameter)
+        record = tree.known.get(key) or tree.sharded.get(key)
+        if record is None or record not in after.parameters:
+            continue
+        ignored = set()
+        # DistributedDataParallel writes every parameter when it is made.
+        if key in written or is_distributed():
+            ignored.add("writes")
+        if key in tree.sharded:
+            ignored |= {"shape", "writes"}
+        # A quantized layer casts its bias to the dtype that it computes in.
+        if is_rewritten(tensor.module, tensor.name):
+            ignored |= {"dtype", "writes"} if parameter.is_inference() else {"dtype"}
+        now = values_of_parameter(parameter)
+        found[tensor.fqn] |= _differences(after.parameters[record], now, ignored)
+
+    for node in tree.base:
+        expected = after.modules.get(node.fqn)
+        if expected is not None:
+            # A hook where none is needed changes nothing; transformers adds one
+            # whenever it enables checkpointing.
+            ignored = set() if expected[HOOKS] else {HOOKS}
+            now = values_of_module(node.module)
+            found[node.fqn] |= _differences(expected, now, ignored)
+    return StateDiff({fqn: pairs for fqn, pairs in found.items() if pairs})
+
+
+def _differences(
+    expected: Values, found: Values, ignored: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ, each with the one found instead."""
+    return {
+        name: (value, found[name])
+        for name, value in expected.items()
+        if name not in ignored and found[name] != value
+    }
+
+
+def others_in(
+    before: Original, tree: ModelTree, kept_dtype: Collection[ParameterRecord] = ()
+) -> tuple[list[str], list[str]]:
+    """Find the parameters that are not as they were, and what others added.
+
+    Args:
+        before: The record of the model.
         tree: The live model, in which the recorded parameters were found again.
         kept_dtype: The records of adapters whose dtype may be another.
 
     Returns:
         The fqns of the base's parameters with another flag, dtype or shape, or in whose
-            place another is; and the paths of parameters that were not there.
+            place another is; and the paths of parameters that were not there, with the
+            hooks that were added or removed. A hook is told by its id: a user's
+            function may have any name.
     """
     replaced: list[str] = []
     foreign: list[str] = []
     for tensor in tree.tensors:
-        key = id(tensor.parameter)
+        parameter, key = tensor.parameter, id(tensor.parameter)
         record = tree.known.get(key) or tree.sharded.get(key)
-        may_be_cast = record in kept_dtype
-        if record is not None and _is_as_before(
-            original, record, tensor.parameter, may_be_cast=may_be_cast
-        ):
-            continue
-        is_base = tensor.fqn in original.base
+        if record is not None:
+            ignored = {"writes"}
+            if record in kept_dtype:
+                ignored.add("dtype")
+            if record.quantized_class is not None:
+                ignored.add("shape")
+            was, now = before.parameters[record], values_of_parameter(parameter)
+            # The shape and dtype of a shard say nothing.
+            if is_sharded_tensor(parameter) or not _differences(was, now, ignored):
+                continue
+        is_base = tensor.fqn in before.base
         is_beside = record is None and tensor.fqn != tensor.path
         if is_base:
             replaced.append(tensor.fqn)
         if is_beside or not is_base:
             foreign.append(tensor.path)
+
+    hooks = hooks_of(tree)
+    foreign += [line for key, line in hooks.items() if key not in before.hooks]
+    for key, line in before.hooks.items():
+        if key not in hooks:
+            foreign.append(f"{line} was removed")
     return replaced, foreign
 
 
-def _is_as_before(
-    original: Original,
-    record: ParameterRecord,
-    parameter: nn.Parameter,
-    *,
-    may_be_cast: bool,
-) -> bool:
-    """Whether a parameter has the flag, dtype and shape that it had.
+def changed_buffers(before: Original, tree: ModelTree) -> list[str]:
+    """Return the names of small buffers of the checkpoint with other values than before.
 
-    A shard is taken to have them: its shape says nothing.
+    Running statistics are such. One that is gone is named too.
     """
-    if is_sharded_tensor(parameter):
-        return True
-    if parameter.dtype != record.dtype and not may_be_cast:
-        return False
-    if record.quantized_class is None and parameter.shape != record.shape:
-        return False
-    return parameter.requires_grad == original.flags[record]
-
-
-def changed_hooks(original: Original, tree: ModelTree) -> list[str]:
-    """The hooks that were added, and those that were removed, as lines of a report.
-
-    A hook is told by its id: a user's function may have any name.
-    """
-    before, now = original.hooks, hooks_of(tree)
-    added = [line for key, line in now.items() if key not in before]
-    removed = [line for key, line in before.items() if key not in now]
-    return [*added, *(f"{line} was removed" for line in removed)]
+    live = saved_buffers(tree)
+    found = []
+    for fqn, recorded in before.buffers.items():
+        buffer = live.get(fqn)
+        if buffer is None:
+            found.append(fqn)
+            continue
+        is_compared = buffer.numel() <= _FEW and is_dense(buffer)
+        if is_compared and content_digest(buffer) != recorded.digest():
+            found.append(fqn)
+    return found

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig
-from ..edits.storage import Store
 from ..errors import UnsupportedModelError
 from ..model.checks import tree_of
 from ..model.quantization import is_quantized_parameter
@@ -218,7 +217,7 @@ def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
     """Why FSDP1, which lays parameters out flat, refuses those of a prepared model."""
     dtypes = {id(tensor.parameter): tensor.parameter.dtype for tensor in tree.tensors}
     for edit in plan.edits:
-        if isinstance(edit, Store) and edit.dtype is not None:
+        if edit.dtype is not None:
             dtypes.update({id(ref()): edit.dtype for ref in edit.refs})
     first: dict[torch.dtype, str] = {}
     for tensor in tree.tensors:

@@ -6,21 +6,25 @@ Read-only; works on the meta device.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..config import Precision, PrepareConfig, format_bytes
-from ..edits.base import EditBase
+from ..edits.base import Edit
 from ..errors import MemoryBudgetError
 from ..model.checks import refuse_unsupported_tensors, tree_of
 from ..model.pretrained import meta_model
+from ..model.quantization import is_quantized_parameter
 from ..model.roles import Role
 from ..model.tree import ModelTree, only_reading
 from ..reports import Bar, Report, few, table
-from .casts import peak_bytes
-from .planner import Planner
+from ..tensors.bits import digest_bytes, is_dense
+from .casts import Casts, peak_bytes
+from .fingerprints import sample_bytes
+from .planner import plan_edits
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +64,7 @@ class Plan(Report):
 
     config: PrepareConfig
     quantization: str | None
-    edits: tuple[EditBase, ...]
+    edits: tuple[Edit, ...]
     by_role: dict[str, dict[str, int]]
     added_bytes: int
     peak_bytes: int
@@ -119,25 +123,28 @@ class Plan(Report):
         config = PrepareConfig.of(None, fields)
         return build_plan(meta_model(name_or_path, quantization_config, dtype), config)
 
-    def grown_by(self, planner: Planner) -> Plan:
-        """This plan with what the casts of adapters that are new take.
+    def grown_by(
+        self, edits: Sequence[Edit], casts: Casts, warnings: Sequence[str]
+    ) -> Plan:
+        """Return this plan with edits that were made when all else stood.
 
-        They are made when all else stands: their peak is above what it added.
+        Their peak is above what the plan added.
         """
-        casts = planner.cast_adapters
-        if not casts:
-            return self
-        role = Role.ADAPTER.value
-        row = planner.by_role()[role]
-        before = self.by_role.get(role, {}).get("added_bytes", 0)
-        row["added_bytes"] += before
-        peak = self.added_bytes + peak_bytes(casts)
+        by_role = dict(self.by_role)
+        if casts.cast_adapters:
+            role = Role.ADAPTER.value
+            before = self.by_role.get(role, {}).get("added_bytes", 0)
+            row = by_role[role] = casts.by_role()[role]
+            row["added_bytes"] += before
+        peak = self.added_bytes + peak_bytes(edits)
         return dataclasses.replace(
             self,
-            by_role={**self.by_role, role: row},
-            added_bytes=self.added_bytes + sum(edit.added_bytes for edit in casts),
+            edits=(*self.edits, *edits),
+            by_role=by_role,
+            added_bytes=self.added_bytes + sum(edit.added_bytes for edit in edits),
             peak_bytes=max(self.peak_bytes, peak),
-            record_bytes=self.record_bytes + sum(edit.record_bytes for edit in casts),
+            record_bytes=self.record_bytes + sum(edit.record_bytes for edit in edits),
+            warnings=(*self.warnings, *warnings),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -242,8 +249,7 @@ def plan_as_detected(
             that would fit.
     """
     with only_reading():
-        planner = Planner(tree, config, tree.quantization, engine=engine)
-        plan = write_plan(planner)
+        plan = write_plan(Casts(tree, config, tree.quantization, engine=engine))
     budget = config.memory_budget_bytes
     if budget is None or plan.peak_bytes <= budget:
         return plan
@@ -288,26 +294,33 @@ def signature(tree: ModelTree) -> tuple[list[Any], list[Any]]:
     return modules, parameters
 
 
-def write_plan(planner: Planner) -> Plan:
-    """Make a plan of the edits that a planner finds.
+def write_plan(casts: Casts) -> Plan:
+    """Make a plan of the edits that are found for some casts.
 
-    The planner says by which rules: the model's own detection, or PEFT's.
+    These say by which rules: the model's own detection, or PEFT's.
     """
-    edits = planner.edits()
-    quantization = planner.quantization
+    quantization, config = casts.quantization, casts.config
+    warnings: list[str] = []
+    alarms: list[str] = []
+    edits = plan_edits(casts, warnings, alarms)
+    base = {id(one.parameter): one.parameter for one in casts.tree.base_tensors}
+    audited = [0]  # the bytes that a digest of a parameter holds
+    for parameter in base.values() if config.audit else ():
+        if not is_quantized_parameter(parameter) and is_dense(parameter):
+            audited.append(digest_bytes(parameter))
     return Plan(
-        config=planner.config,
+        config=config,
         quantization=quantization.method,
-        edits=edits,
-        by_role=planner.by_role(),
-        added_bytes=sum(edit.added_bytes for edit in planner.memory_edits),
-        peak_bytes=max(peak_bytes(planner.memory_edits), planner.audit_bytes()),
+        edits=tuple(edits),
+        by_role=casts.by_role(),
+        added_bytes=sum(edit.added_bytes for edit in edits),
+        peak_bytes=max(peak_bytes(edits), *audited),
         # of the half originals that PEFT's way frees, and an allocator keeps
-        cache_bytes=sum(tensor.parameter.nbytes for tensor in planner.castable),
-        record_bytes=planner.record_bytes(),
-        warnings=tuple(planner.warnings),
-        alarms=tuple(planner.alarms),
+        cache_bytes=sum(tensor.parameter.nbytes for tensor in casts.castable),
+        record_bytes=sum(edit.record_bytes for edit in edits),
+        warnings=tuple(warnings),
+        alarms=tuple(alarms),
         is_quantized=quantization.is_quantized,
         casts=quantization.casts,
-        sample_bytes=planner.sample_bytes(),
+        sample_bytes=sum(map(sample_bytes, base.values())),
     )

@@ -1,45 +1,47 @@
-"""A preparation in force.
-
-It holds the journal, the record of what was there before, and that of what was left.
-"""
+"""A preparation in force, from its first edit to its last undo."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 from torch import nn
 
 from ..config import Precision
-from ..edits.base import Anchor, HeldOriginal
-from ..edits.flags import Hold, WarnOfSaving
-from ..edits.journal import Call, Edit, Journal
+from ..edits.base import Edit, OriginalSlot
+from ..edits.flags import hold, warn_of_saving
+from ..edits.journal import Call, Journal, TrainedPolicy, Undoing
 from ..edits.kept import lay_as_stored
-from ..edits.storage import CopyChange, Store
-from ..edits.training import AccelerateChange, FollowTrainMode
-from ..errors import EditError, StateError, UnsupportedModelError
-from ..model.checks import refuse_sharded_since, tree_of
+from ..edits.storage import Copy, ParameterStorage
+from ..edits.training import AcceleratePreparation, follow_train_mode
+from ..errors import ConfigError, RestoreError, StateError, UnsupportedModelError
+from ..model.checks import refuse_flat, refuse_sharded_since, tree_of
 from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, only_reading
-from ..reports import LifecycleState, StateDiff
+from ..model.wrappers import is_sharded_tensor
+from ..reports import LifecycleState, RestoreReport, StateDiff
 from ..tensors.devices import random_state
 from . import advice
 from .casts import Casts
-from .comparison import Changes, changes_of
-from .copies import Copies, half_copies
+from .comparison import (
+    Changes,
+    changed_buffers,
+    changes_of,
+    diff,
+    others_in,
+    trainable_of,
+)
+from .copies import copies_of, half_copies
 from .engines import notes_on
 from .finding import find_again
-from .moments import Moment, read_moment
-from .original import Original
 from .plan import Plan
-from .planner import Planner
-from .prepared_state import PreparedState
+from .planner import edits_of_adapters
 from .process import (
     LARGE_BLOCK_BYTES,
     bar,
@@ -49,6 +51,8 @@ from .process import (
     refuse_retyping_under_ddp,
     reshard,
 )
+from .state import ModelState, Original, Values
+from .training_on import warn_of_training_on
 
 _logger = logging.getLogger(__name__)
 _in_force: weakref.WeakValueDictionary[int, Preparation] = weakref.WeakValueDictionary()
@@ -58,35 +62,23 @@ changing = threading.RLock()
 
 
 class Preparation:
-    """The preparation of one model, from its first edit to its last undo.
+    """The preparation of one model. While it is in force, it is found by the model."""
 
-    While it is in force, it is found again by the model.
-
-    Attributes:
-        original: What was there before the first plan was applied.
-        left: What the last one left.
-        after: Hooks, flags, modes and memory at its end, as the manifest records them.
-        holder: The wrapper, held weakly: the model keeps it alive.
-        journal: The changes made, and the way back.
-        plans: The plans applied, one on top of the other.
-        turned_on: The places of base parameters that a restore made trainable.
-        put_back: The names of what a restore put back.
-        kept_dtype: The records of adapters that a restore left in the dtype of their
-            training. These three are added to by each of the calls that fail and are
-            made again.
-    """
-
-    original: Original
-    left: PreparedState
-    after: Moment
+    # The state before the first plan was applied, and the state that the last one left.
+    before: Original
+    after: ModelState | None = None
 
     def __init__(self, holder: object) -> None:
+        # The model keeps the wrapper alive.
         self.holder = weakref.ref(holder)
+        # The way back.
         self.journal = Journal()
+        # The plans applied, one on top of the other.
         self.plans: list[Plan] = []
-        self.turned_on: list[TensorRef] = []
-        self.put_back: list[str] = []
-        self.kept_dtype: list[ParameterRecord] = []
+        # What restores found that failed, and are made again: the base parameters that
+        # they made trainable, and what was undone.
+        self._turned_on: list[TensorRef] = []
+        self._undone = Undoing()
 
     @property
     def plan(self) -> Plan:
@@ -105,7 +97,7 @@ class Preparation:
 
     @staticmethod
     def find(tree: ModelTree) -> Preparation | None:
-        """The preparation that holds a model or a part of it.
+        """Find the preparation that holds a model or a part of it.
 
         It is found whatever was wrapped around the model since.
         """
@@ -132,13 +124,13 @@ class Preparation:
         Every recorded parameter that is there is found again; what others left sharded
         or laid out otherwise after a forward is as it is stored.
         """
-        model = self.original.model() if model is None else model
+        model = self.before.model() if model is None else model
         assert model is not None  # who calls holds it
-        tree = ModelTree(model, self.original.records)
+        tree = ModelTree(model, self.before.records)
         if reshard(tree):
-            tree = ModelTree(model, self.original.records)
+            tree = ModelTree(model, self.before.records)
         lay_as_stored(tree)
-        find_again(self.original, tree)
+        find_again(self.before, tree)
         return tree
 
     def apply(self, plan: Plan, tree: ModelTree) -> None:
@@ -149,56 +141,54 @@ class Preparation:
         Raises:
             EditError: An edit failed; the model is as it was before this call.
         """
-        with self._all_or_nothing(tree, "prepare"), plain_mode():
-            config = plan.config
-            edits: list[Any] = list(plan.edits)
-            if not self.journal.changes:
+        config = plan.config
+
+        def edits() -> Iterator[Edit]:
+            found = list(plan.edits)
+            if not self.journal.slots:
                 lay_as_stored(tree)
-                edits.insert(0, Hold("hold", ("",), anchor=Anchor(self.holder())))
-                self.original = Original(tree, audit=config.audit)
-            stores = [edit for edit in plan.edits if isinstance(edit, Store)]
-            if any(edit.dtype is not None for edit in stores):
-                edits.append(WarnOfSaving("warn", ("",)))
-            shown = bar(edits, "prepare", is_shown=config.progress)
+                found.insert(0, self._hold())
+                self.before = Original(tree, audit=config.audit)
+            if any(edit.action == "store" for edit in found):
+                found.append(Edit("warn", ("",), warn_of_saving))
+            for edit in bar(found, "prepare", is_shown=config.progress):
+                yield edit
+                # A large cast's freed blocks are returned to the device before the next
+                # edit, so that the peak is the plan's.
+                if config.empty_cache and edit.transient_bytes >= LARGE_BLOCK_BYTES:
+                    empty_cache()
+
+        def settle() -> None:
             if config.empty_cache:
-                self.journal.apply(_emptying_cache(shown), tree)
                 empty_cache()
-            else:
-                self.journal.apply(shown, tree)
-            # No edit replaces a module or a parameter: the walk is still that of the model.
-            self.left = PreparedState(tree)
-            self.after = read_moment(tree)
+            # No edit replaces a module or a parameter: the walk is still the model's.
+            self.after = ModelState(tree)
             self.plans = [*self.plans, plan]
             _in_force[id(self)] = self
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self, tree: ModelTree, doing: str) -> Iterator[None]:
-        """Take back what the body did to the model and to this, if it raises.
+        self._apply(edits(), tree, "prepare", settle)
 
-        An error that is not the journal's own becomes an ``EditError``.
-        """
-        attributes = dict(vars(self))
-        num_changes = len(self.journal.changes)
+    def _apply(
+        self,
+        edits: Iterable[Edit],
+        tree: ModelTree,
+        doing: str,
+        settle: Callable[[], None],
+    ) -> None:
+        """Apply edits and settle what is in force then, all or nothing."""
+        plans, after = self.plans, self.after
         try:
-            yield
-        except BaseException as error:
-            try:
-                with plain_mode():
-                    # Where the journal failed, it rolled its edits back already: there
-                    # is nothing left to undo, and its error tells the outcome.
-                    outcome = self.journal.roll_back(num_changes, tree, error)
-            finally:
-                vars(self).update(attributes)
-                if not self.journal.changes:
-                    self.release()
-            if isinstance(error, EditError) or not isinstance(error, Exception):
-                raise
-            failed = f"could not {doing}: {error}; {outcome}"
-            # From Python 3.12 on, the frame of this generator leads back to the error,
-            # which would hold the model until a garbage collection.
-            if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next
-            raise EditError(failed, edit=None) from error
+            with plain_mode():
+                self.journal.apply(edits, tree, doing, settle)
+        except BaseException:
+            self.plans, self.after = plans, after
+            if not self.journal.slots:
+                self.release()
+            raise
+
+    def _hold(self) -> Edit:
+        """Make the edit by which the model keeps its wrapper alive."""
+        return Edit("hold", ("",), functools.partial(hold, wrapper=self.holder()))
 
     def release(self) -> None:
         """Be found no more by the model, in which nothing is left to undo."""
@@ -212,32 +202,30 @@ class Preparation:
         """
         # Of the base only forwards of modules are replaced: no parameter has to be
         # found again.
-        model = cast("nn.Module", self.original.model())
-        tree = ModelTree(model, self.original.records)
+        model = cast("nn.Module", self.before.model())
+        tree = ModelTree(model, self.before.records)
         _refuse_to_adopt(peft_model, tree)
         with only_reading():
-            planner = Planner(tree, self.plan.config, tree.quantization)
-            computes = [*planner.compute_norms(), *planner.compute_head()]
+            casts = Casts(tree, self.plan.config, tree.quantization)
             # Those of prompt learning lie outside of the prepared model.
-            whole = ModelTree(peft_model, self.original.records)
-            around = Planner(whole, self.plan.config, tree.quantization)
-            casts = around.cast_adapters
+            whole = ModelTree(peft_model, self.before.records)
+            around = Casts(whole, self.plan.config, tree.quantization)
+            edits = edits_of_adapters(casts, around, [], [])
             told = self.plan.warnings
-            found = advice.of_adapters(planner)
+            found = advice.of_adapters(casts)
             new = [warning for warning in found if warning not in told]
-        with self._all_or_nothing(tree, "adopt"):
-            self.journal.apply([*computes, *casts], tree)
-            taken = [one.model for one in self.journal.parts(AccelerateChange)]
+
+        def settle() -> None:
+            taken = [one.model for one in self.journal.of(AcceleratePreparation)]
             if all(model is not peft_model for model in taken):
-                self.journal.record(AccelerateChange(peft_model))
-            edited = [ref() for edit in computes for ref in edit.modules]
-            self.left = self.left.reread(tree, set(filter(None, edited)))
-            plan = dataclasses.replace(
-                self.plan,
-                edits=(*self.plan.edits, *computes, *casts),
-                warnings=(*told, *new),
-            )
-            self.plans = [*self.plans[:-1], plan.grown_by(around)]
+                self.journal.save(AcceleratePreparation(peft_model))
+            computes = [edit for edit in edits if edit.action == "compute"]
+            fqns = {fqn for edit in computes for fqn in edit.fqns}
+            assert self.after is not None
+            self.after = self.after.reread(tree, fqns)
+            self.plans = [*self.plans[:-1], self.plan.grown_by(edits, around, new)]
+
+        self._apply(edits, tree, "adopt", settle)
         for warning in new:
             warnings.warn(warning, UserWarning, stacklevel=3)
 
@@ -258,57 +246,59 @@ class Preparation:
             if note not in getattr(error, "__notes__", ()):
                 add_note(note)
 
-    def copies(self, tree: ModelTree) -> list[CopyChange]:
-        """The changes that take back casts by others, and round copies of base modules.
+    def copies(self, tree: ModelTree) -> list[Copy]:
+        """Return the slots of what others cast, and of copies of base modules.
 
         They are not in the journal: what others do is read when it has to be undone.
         """
-        held = self.journal.parts(HeldOriginal)
-        ours = {one.record for one in held}
-        return Copies(self.original, tree).changes(ours)
+        ours = {one.record for one in self.journal.of(OriginalSlot)}
+        return copies_of(self.before, tree, ours)
 
     def changes(self, tree: ModelTree) -> Changes:
-        """The parameters of the base that are not what a restore would have to give."""
+        """Return the parameters of the base that a restore would not give as they were."""
         with only_reading():
-            held = self.journal.parts(HeldOriginal)
-            return changes_of(self.original, tree, held)
+            return changes_of(self.before, tree, self.journal.of(OriginalSlot))
+
+    def left_of(self, record: ParameterRecord) -> Values | None:
+        """Return the state that a parameter was left in; ``None`` of one that is new."""
+        return None if self.after is None else self.after.parameters.get(record)
 
     def verify(self) -> StateDiff:
         """Compare the live model with what the preparation left."""
         with plain_mode():
             tree = self.tree()
             changes = self.changes(tree)
-            base, found = self.original.base, changes.replaced
-            replaced = {fqn: one for fqn, one in found.items() if fqn in base}
-            return self.left.diff(tree, replaced, changes.drifted)
+            for fqn in changes.replaced.keys() - self.before.base.keys():
+                del changes.replaced[fqn]
+            assert self.after is not None
+            return diff(self.after, tree, changes)
 
-    def suspend(self, way_back: Journal, *, hold: bool) -> None:
+    def suspend(self, way_back: Journal, *, is_held: bool) -> None:
         """Put back the state from before for a while, all or nothing.
 
         Args:
             way_back: The journal that leads back, at every moment.
-            hold: Whether the model keeps the wrapper alive meanwhile.
+            is_held: Whether the model keeps the wrapper alive meanwhile.
         """
         with plain_mode():
             tree = self.tree()
             refuse_sharded_since(tree, changes_dtypes=self.upcasts_all)
             copies = self.copies(tree)
-            refuse_retyping_under_ddp([*self.journal.parts(HeldOriginal), *copies])
+            refuse_retyping_under_ddp([*self.journal.of(OriginalSlot), *copies])
             for tensor in tree.tensors:
                 if id(tensor.parameter) not in tree.known:
                     # Copies have no marks while suspended: a record tells them from
                     # those made meanwhile.
                     tree.record(tensor)
-            way_back.record(
+            way_back.save(
                 Call(random_state(devices_of(tree))), Call(self._upcast_copies)
             )
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it
             # sits in.
-            edits: list[Edit] = [FollowTrainMode("record", ("",))]
-            if hold:
-                edits.append(Hold("hold", ("",), anchor=Anchor(self.holder())))
-            way_back.apply(edits, tree)
+            follow_train_mode(way_back, tree)
+            if is_held:
+                self._hold().apply(way_back, tree)
 
     def _upcast_copies(self) -> None:
         """Store copies in float32 that were made of base modules while suspended.
@@ -318,8 +308,8 @@ class Preparation:
         """
         if not self.upcasts_all:
             return
-        records = self.original.records
-        for tensor in half_copies(self.original, self.tree()):
+        records = self.before.records
+        for tensor in half_copies(self.before, self.tree()):
             parameter = tensor.parameter
             recorded = records.at(tensor.module, tensor.name)
             if recorded is None or not recorded.is_seen(parameter):
@@ -333,6 +323,139 @@ class Preparation:
         """
         with plain_mode():
             way_back.resume(self.tree())
+
+    def restoring(self, trained: TrainedPolicy) -> Callable[[], RestoreReport]:
+        """Read the model as it is prepared, before a restore.
+
+        Args:
+            trained: What is done with values that changed while they were stored upcast.
+
+        Returns:
+            The call that undoes everything, and may be made again after an interrupt.
+
+        Raises:
+            ConfigError: The originals that are to be put back are not held.
+        """
+        if trained == "discard":
+            keeps = any(plan.config.keep_originals for plan in self.plans)
+            stored = self.journal.of(ParameterStorage)
+            if not keeps or any(one.kept is None for one in stored):
+                raise ConfigError(
+                    "restore(trained='discard') needs a preparation with keep_originals=True"
+                )
+        with plain_mode():
+            tree = self.tree()
+            refuse_flat(tree)
+            changed: set[str] = set()
+            if trained == "error":
+                changes = self.changes(tree)
+                changed.update(changes.trained, changes.drifted)
+            # Some stayed in the journal where they were an error.
+            copies = [*self.journal.of(Copy), *self.copies(tree)]
+            with only_reading():
+                trainable = trainable_of(tree)
+                turned_on = self._turned_on + self.before.turned_on(tree)
+        undoing = dataclasses.replace(self._undone, policy=trained, changed=changed)
+        ours = {one.record for one in self.journal.of(OriginalSlot)}
+
+        def restore() -> RestoreReport:
+            with plain_mode():
+                self._turned_on = turned_on
+                # What cannot be undone stays in the journal, for another restore.
+                self.journal.save(*[c for c in copies if c not in self.journal.slots])
+                self._undo(tree, undoing)
+                report = self._report(tree, undoing, trainable, copies, ours)
+                self.release()
+                if self.plan.config.empty_cache:
+                    empty_cache()
+            warn_of_training_on(tree.model, turned_on)
+            return report
+
+        return restore
+
+    def _undo(self, tree: ModelTree, undoing: Undoing) -> None:
+        """Undo every edit; raise `RestoreError` for those that cannot be undone."""
+        is_shown = self.plan.config.progress
+        show = functools.partial(bar, what="restore", is_shown=is_shown)
+        failures: dict[str, Exception] = {}
+        for slot, error in self.journal.undo(tree, undoing, since=1, show=show):
+            if not isinstance(error, Exception):
+                raise error
+            record: ParameterRecord | None = getattr(slot, "record", None)
+            failures[type(slot).__name__ if record is None else record.fqn] = error
+        if failures:
+            named = []
+            for name, error in failures.items():
+                message = str(error)
+                is_named = message.startswith(name)
+                named.append(message if is_named else f"{name}: {message}")
+            raise RestoreError(
+                f"not restored: {'; '.join(named)}. Everything else was; "
+                "restore(trained='keep') or restore(trained='discard') settles what was "
+                "trained",
+                failures=failures,
+            )
+        # The hold on the wrapper is what is left.
+        self.journal.resume(tree)
+
+    def _report(
+        self,
+        tree: ModelTree,
+        undoing: Undoing,
+        trainable: set[ParameterRecord | None],
+        copies: list[Copy],
+        ours: set[ParameterRecord],
+    ) -> RestoreReport:
+        """Compare the model, of which all was undone, with what was there before."""
+        kept_dtype = undoing.kept_dtype
+        with only_reading():
+            changes = changes_of(self.before, tree, trainable=trainable)
+            replaced, foreign = others_in(self.before, tree, kept_dtype)
+            buffers = changed_buffers(self.before, tree)
+        trained: list[str] = []
+        put_back = list(undoing.put_back)
+        for copy in copies:
+            if copy.is_resized:
+                continue
+            if not copy.is_base:
+                trained.append(copy.record.fqn)
+            elif copy.record not in ours:
+                put_back.append(copy.record.fqn)  # cast by others
+        trained += changes.trained
+        replaced += [fqn for fqn in changes.replaced if fqn in self.before.base]
+        replaced += changes.drifted
+        # What was stored upcast is told by its own slot, which had the original.
+        for record in undoing.trained:
+            if record in trainable:
+                trained.append(record.fqn)
+            elif record in undoing.altered:
+                replaced.append(record.fqn)
+        trained += buffers
+
+        kept = [record.fqn for record in kept_dtype]
+        for tensor in tree.tensors:  # what is sharded keeps its dtype, in copies too
+            sharded = tree.sharded.get(id(tensor.parameter))
+            dtype = None
+            if sharded is not None:
+                dtype = sharded.dtype
+            elif is_sharded_tensor(tensor.parameter):
+                dtype = tree.records.dtype_before(tensor.module, tensor.name)
+            if dtype not in (None, tensor.parameter.dtype):
+                kept.append(tensor.fqn)
+
+        return RestoreReport(
+            trained=_once(trained),
+            replaced=_once(replaced),
+            foreign=_once(foreign),
+            not_compared=_once(changes.not_compared),
+            put_back=_once(put_back),
+            kept_dtype=_once(kept),
+        )
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names, each at its first place."""
+    return tuple(dict.fromkeys(names))
 
 
 def _refuse_to_adopt(peft_model: nn.Module, tree: ModelTree) -> None:
@@ -357,7 +480,7 @@ def _all_in_force() -> list[tuple[Preparation, ModelTree]]:
     """The preparations in force, each with a walk of its model."""
     # Listed in one step: other threads may begin and end some meanwhile.
     found = [reference() for reference in _in_force.valuerefs()]
-    models = [(one, one.original.model()) for one in found if one is not None]
+    models = [(one, one.before.model()) for one in found if one is not None]
     return [(one, ModelTree(model)) for one, model in models if model is not None]
 
 
@@ -391,15 +514,3 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
             state=getattr(preparation.holder(), "state", None),
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
         )
-
-
-def _emptying_cache(edits: Iterable[Any]) -> Iterator[Any]:
-    """The edits, with freed memory given back between them.
-
-    When the next one is asked for, a large cast's freed blocks are returned to the
-    device first, so that the peak is the plan's.
-    """
-    for edit in edits:
-        yield edit
-        if edit.transient_bytes >= LARGE_BLOCK_BYTES:
-            empty_cache()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..edits.base import HeldOriginal
+from ..edits.base import OriginalSlot
 from ..errors import StateError, UnsupportedModelError
 from ..model.tree import ModelTree, NamedTensor, join
 from ..model.wrappers import loaded_class
@@ -161,7 +161,7 @@ def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
     return None
 
 
-def refuse_retyping_under_ddp(held: Sequence[HeldOriginal]) -> None:
+def refuse_retyping_under_ddp(held: Sequence[OriginalSlot]) -> None:
     """Raise where a trained parameter would lose its gradient accumulator.
 
     ``DistributedDataParallel`` hooks it, and would not synchronize the parameter again.

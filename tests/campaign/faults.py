@@ -222,11 +222,11 @@ class Subject:
         parameters = {id(p) for name, p in self.parameters.items() if name in error.failures}
         names = [name for name, p in self.parameters.items() if id(p) in parameters]
         others = error.failures.keys() - names
-        if "UpcastChange" in others or self.adapt is not None:  # stand-ins of what is trainable cannot be read
+        if "StandIns" in others or self.adapt is not None:  # stand-ins of what is trainable cannot be read
             return
         for line in self.original.diff(Snapshot(self.model), moved=True, ignore=(*HOLD, "shared memory")):
             is_named = any(line.lstrip(".").startswith(f"{name}:") for name in names)
-            is_named |= "AdaptersChange" in others and "lora_" in line  # which go back together
+            is_named |= "Adapters" in others and "lora_" in line  # which go back together
             if not is_named and (not others or ": bytes: " in line):
                 yield f"not restored, and not named in {[*error.failures]}: {line}"
 

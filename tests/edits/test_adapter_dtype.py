@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kbitwrap import EditError, KbitPreparedModel, Manifest, build_plan, predict_step, prepare_model_for_kbit_training
-from kbitwrap.edits.adapters import CastAdapters
+from kbitwrap.edits.adapters import cast_adapters
+from kbitwrap.edits.storage import ParameterStorage
 from support import zoo
 from support.snapshot import Snapshot
 from support.thorough import each_once, every_other, few
@@ -190,7 +191,7 @@ def test_a_plan_counts_what_a_cast_takes() -> None:
     assert plan.by_role["adapter"]["bytes"] == num_bytes
     assert plan.by_role["adapter"]["added_bytes"] == num_bytes
     with torch.device("meta"):
-        on_meta = CastAdapters.of([], torch.float32)
+        on_meta = cast_adapters([], torch.float32)
     assert on_meta.added_bytes == 0
 
 
@@ -319,13 +320,16 @@ def test_an_edit_that_fails_leaves_the_adapters_as_they_were(monkeypatch: pytest
     model = adapted(torch.float32)
     before = Snapshot(model)
 
-    def apply(self: CastAdapters, changes: Any, tree: Any) -> None:
-        first = changes[0].changes[0]
-        first.write(first.record.live(), first.record.live().data.to(self.dtype))
-        raise RuntimeError("no memory")
+    def give(storage: ParameterStorage, parameter: Any, data: Any) -> None:
+        given.append(storage)
+        if len(given) == 2:
+            raise RuntimeError("no memory")
+        whole(storage, parameter, data)
 
+    given: list[Any] = []
+    whole = ParameterStorage.give
     with monkeypatch.context() as patch:
-        patch.setattr(CastAdapters, "apply", apply)
+        patch.setattr(ParameterStorage, "give", give)
         with pytest.raises(EditError, match=r"could not cast .*no memory; the model is as it was"):
             KbitPreparedModel(model, adapter_dtype="bfloat16").prepare()
     assert before.diff(Snapshot(model), moved=True) == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kbitwrap import EditError
-from kbitwrap.edits.journal import MISSING, Call, Change, Edit, Journal
+from kbitwrap.edits.journal import MISSING, Journal, Slot, Undoing
 
 START = {"a": 0, "b": 0, "c": 0, "d": 0}
 
@@ -37,25 +37,22 @@ class Set:
     def describe(self) -> str:
         return f"set {self.key}"
 
-    def _enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         self.log.append(f"{phase} {self.key}")
         if phase in self.fails:
             raise self.fails[phase]
 
-    def capture(self, view: Look) -> list[Put]:
-        self._enter("capture")
-        return [Put(self, self.state.get(self.key, MISSING))]
-
-    def apply(self, changes: list[Put], view: Look) -> None:
-        assert [change.edit for change in changes] == [self]
-        self._enter("apply")
+    def apply(self, journal: Journal, view: Look) -> None:
+        self.enter("capture")
+        journal.save(Key(self))
+        self.enter("apply")
         self.state[self.key] = self.value
-        self._enter("half")
+        self.enter("half")
 
 
-class Put:
-    def __init__(self, edit: Set, value: Any) -> None:
-        self.edit, self.value = edit, value
+class Key(Slot):
+    def __init__(self, edit: Set) -> None:
+        self.edit, self.before = edit, edit.state.get(edit.key, MISSING)
 
     def _write(self, value: Any) -> None:
         if value is MISSING:
@@ -63,32 +60,24 @@ class Put:
         else:
             self.edit.state[self.edit.key] = value
 
-    def undo(self, view: Look) -> None:
-        self.edit._enter("undo")
-        self._write(self.value)
+    def read(self, view: Look) -> Any:
+        self.edit.enter("read")
+        return self.edit.state.get(self.edit.key, MISSING)
 
-    def now(self, view: Look) -> Call:
-        self.edit._enter("now")
-        current = self.edit.state.get(self.edit.key, MISSING)
+    def undo(self, view: Look, undoing: Undoing) -> None:
+        self.edit.enter("undo")
+        self._write(self.before)
 
-        def resume() -> None:
-            self.edit._enter("resume")
-            self._write(current)
-
-        return Call(resume)
+    def resume(self, view: Look, value: Any) -> None:
+        self.edit.enter("resume")
+        self._write(value)
 
 
 def edits(state: dict[str, int], log: list[str], **fails: dict[str, BaseException]) -> list[Set]:
     return [Set(state, key, i + 1, log, **fails.get(key, {})) for i, key in enumerate(START)]
 
 
-def test_edits_and_changes_meet_their_protocols() -> None:
-    edit = Set({}, "a", 1, [])
-    assert isinstance(edit, Edit)
-    assert isinstance(edit.capture(LOOK)[0], Change)
-
-
-def test_each_edit_is_captured_just_before_it_is_applied() -> None:
+def test_each_edit_saves_its_slot_just_before_it_writes() -> None:
     state, log = dict(START), []
     journal = Journal()
     journal.apply(edits(state, log), LOOK)
@@ -96,7 +85,7 @@ def test_each_edit_is_captured_just_before_it_is_applied() -> None:
     assert [line for line in log if not line.startswith("half")] == [
         f"{phase} {key}" for key in "abcd" for phase in ("capture", "apply")
     ]
-    assert [change.edit.key for change in journal.changes] == ["a", "b", "c", "d"]
+    assert [slot.edit.key for slot in journal.slots] == ["a", "b", "c", "d"]
 
 
 def test_undo_is_newest_first_and_exact() -> None:
@@ -126,7 +115,7 @@ def test_a_fault_leaves_everything_as_it_was(key: str, phase: str) -> None:
     with pytest.raises(EditError, match=f"set {key}: no room; the model is as it was") as caught:
         journal.apply(edits(state, log, **{key: {phase: error}}), LOOK)
     assert state == START
-    assert journal.changes == []
+    assert journal.slots == []
     assert caught.value.__cause__ is error
     assert caught.value.edit.key == key
     # What was captured is undone, and nothing else: an edit that failed to capture has changed nothing.
@@ -144,7 +133,7 @@ def test_an_interrupt_passes_unchanged_with_everything_as_it_was(key: str, phase
         journal.apply(edits(state, [], **{key: {phase: error}}), LOOK)
     assert caught.value is error
     assert state == START
-    assert journal.changes == []
+    assert journal.slots == []
 
 
 @pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()], ids=repr)
@@ -155,7 +144,7 @@ def test_edits_of_an_earlier_call_stay_when_a_later_call_fails(error: BaseExcept
     with pytest.raises((EditError, KeyboardInterrupt)):
         journal.apply(edits(state, [], c={"apply": error}), LOOK)
     assert state == START | {"a": 5}
-    assert len(journal.changes) == 1
+    assert len(journal.slots) == 1
     assert journal.undo(LOOK) == []
     assert state == START
 
@@ -179,7 +168,7 @@ def test_an_undo_that_fails_while_unwinding_is_named_beside_the_cause() -> None:
     assert caught.value.__cause__ is cause
     # Everything but the one is back.
     assert state == START | {"b": 2}
-    assert journal.changes == []
+    assert journal.slots == []
 
 
 def test_an_undo_that_fails_does_not_hide_an_interrupt() -> None:
@@ -212,7 +201,7 @@ def test_a_plan_that_fails_before_its_first_edit_is_an_edit_error() -> None:
     with pytest.raises(EditError, match="no list") as caught:
         journal.apply(generate(), LOOK)
     assert caught.value.edit is None
-    assert journal.changes == []
+    assert journal.slots == []
 
 
 def test_an_empty_list_of_edits_is_applied_suspended_and_undone() -> None:
@@ -221,7 +210,7 @@ def test_an_empty_list_of_edits_is_applied_suspended_and_undone() -> None:
     way_back = Journal()
     journal.suspend(LOOK, way_back)
     way_back.resume(LOOK)
-    assert journal.changes == way_back.changes == []
+    assert journal.slots == way_back.slots == []
     assert journal.undo(LOOK) == []
 
 
@@ -234,11 +223,11 @@ def test_suspending_is_newest_first_and_resuming_oldest_first() -> None:
     way_back = Journal()
     journal.suspend(LOOK, way_back)
     assert state == {"a": 7}
-    assert len(way_back.changes) == len(START)
+    assert len(way_back.slots) == len(START)
     way_back.resume(LOOK)
-    assert way_back.changes == []
+    assert way_back.slots == []
     assert state == prepared
-    assert log == [f"{phase} {key}" for key in "dcba" for phase in ("now", "undo")] + [
+    assert log == [f"{phase} {key}" for key in "dcba" for phase in ("read", "undo")] + [
         f"resume {key}" for key in "abcd"
     ]
     assert journal.undo(LOOK) == []
@@ -258,7 +247,7 @@ def test_resuming_brings_back_what_was_suspended_not_what_was_applied() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("phase", ["now", "undo"])
+@pytest.mark.parametrize("phase", ["read", "undo"])
 @pytest.mark.parametrize("key", START)
 def test_a_suspension_that_fails_is_taken_back(key: str, phase: str, error: BaseException) -> None:
     state, log = dict(START), []
@@ -269,7 +258,7 @@ def test_a_suspension_that_fails_is_taken_back(key: str, phase: str, error: Base
         journal.suspend(LOOK, Journal())
     assert caught.value is error
     assert state == prepared
-    assert len(journal.changes) == len(START)
+    assert len(journal.slots) == len(START)
 
 
 def test_resuming_goes_on_when_one_resume_fails_and_raises_the_first_failure() -> None:
@@ -283,7 +272,7 @@ def test_resuming_goes_on_when_one_resume_fails_and_raises_the_first_failure() -
         way_back.resume(LOOK)
     assert caught.value is first
     assert state == {"a": 1, "b": 0, "c": 0, "d": 4}
-    assert len(way_back.changes) == 3  # they may be called again, and what is undone after them too
+    assert len(way_back.slots) == 3  # they may be called again, and what is undone after them too
 
 
 def test_missing_is_one_object_however_it_is_copied() -> None:
@@ -298,10 +287,10 @@ def test_a_change_that_fails_to_undo_stays_for_the_next_call() -> None:
     journal = Journal()
     journal.apply(edits(state, log, b={"undo": ValueError("not yet")}), LOOK)
     assert [change.edit.key for change, _ in journal.undo(LOOK)] == ["b"]
-    assert [change.edit.key for change in journal.changes] == ["a", "b"]
-    journal.changes[1].edit.fails.clear()
+    assert [change.edit.key for change in journal.slots] == ["a", "b"]
+    journal.slots[1].edit.fails.clear()
     assert journal.undo(LOOK) == []
-    assert journal.changes == []
+    assert journal.slots == []
     assert state == START
 
 
@@ -314,7 +303,7 @@ def test_a_change_that_failed_is_undone_before_the_older_ones_again() -> None:
     assert state == START
     assert journal.undo(LOOK) == []
     assert state == START
-    assert journal.changes == []
+    assert journal.slots == []
 
 
 def test_an_interrupted_undo_is_repeated_before_the_interrupt_is_raised() -> None:
@@ -332,14 +321,14 @@ def test_undo_can_keep_the_oldest_changes() -> None:
     journal.apply(edits(state, log), LOOK)
     assert journal.undo(LOOK, since=1) == []
     assert state == START | {"a": 1}
-    assert [change.edit.key for change in journal.changes] == ["a"]
+    assert [change.edit.key for change in journal.slots] == ["a"]
 
 
 def test_the_changes_of_one_kind_are_listed_newest_first() -> None:
     journal = Journal()
     journal.apply(edits(dict(START), []), LOOK)
-    assert [part.edit.key for part in journal.parts(Put)] == ["d", "c", "b", "a"]
-    assert journal.parts(Look) == []
+    assert [part.edit.key for part in journal.of(Key)] == ["d", "c", "b", "a"]
+    assert journal.of(Look) == []
 
 
 def test_a_failed_edit_is_undone_on_a_new_walk_of_the_model() -> None:

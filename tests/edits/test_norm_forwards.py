@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kbitwrap.edits.journal import Undoing
 from kbitwrap.edits.norms import Float32Forward, can_rebind_forward, forward_slot
 from kbitwrap.model.tree import ModelTree
 from support.norms import NORMS, WIDTH, assert_same_bits, autocasting, install, make, make_inputs, reference
@@ -41,7 +42,7 @@ def undone_as_it_was(norm: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Itera
     before, attributes = norm(*inputs), dict(vars(norm))
     change = install(norm)
     yield
-    change.undo(ModelTree(norm))
+    change.undo(ModelTree(norm), Undoing())
     assert vars(norm) == attributes
     assert_same_bits(norm(*inputs), before)
 
@@ -60,11 +61,11 @@ def test_suspending_is_undoing_for_a_while(kind: str) -> None:
     change = install(norm)
     forward, prepared = norm.forward, norm(*inputs)
     tree = ModelTree(norm)
-    way_back = change.now(tree)
-    change.undo(tree)
+    value = change.read(tree)
+    change.undo(tree, Undoing())
     assert "forward" not in vars(norm)
     assert_same_bits(norm(*inputs), before)
-    way_back.undo(tree)
+    change.resume(tree, value)
     assert norm.forward is forward
     assert_same_bits(norm(*inputs), prepared)
 
@@ -83,7 +84,7 @@ def test_a_method_that_replaced_the_forward_is_what_runs(dtype: torch.dtype) -> 
     assert can_rebind_forward(norm)
     change = install(norm)
     assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
+    change.undo(ModelTree(norm), Undoing())
     assert vars(norm)["forward"] is method
 
 
@@ -128,7 +129,7 @@ def test_accelerates_hook_from_after_stays_around_it(kind: str) -> None:
     change = install(norm)
     accelerate.hooks.add_hook_to_module(norm, Doubling())
     assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
+    change.undo(ModelTree(norm), Undoing())
     assert_same_bits(norm(*inputs), half)
     accelerate.hooks.remove_hook_from_module(norm)
     assert_same_bits(norm(*inputs), plain)
@@ -143,7 +144,7 @@ def test_accelerates_hook_can_go_while_prepared(kind: str) -> None:
     change = install(norm)
     accelerate.hooks.remove_hook_from_module(norm)
     assert_same_bits(norm(*inputs), expected)
-    change.undo(ModelTree(norm))
+    change.undo(ModelTree(norm), Undoing())
     assert_same_bits(norm(*inputs), plain)
 
 
@@ -154,7 +155,7 @@ def test_a_wrapper_that_holds_on_to_it_gets_the_original_after_undoing() -> None
     change = install(norm)
     inner = norm.forward
     norm.forward = lambda *args: inner(*args)
-    change.undo(ModelTree(norm))
+    change.undo(ModelTree(norm), Undoing())
     assert_same_bits(norm(*inputs), before)
 
 

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from kbitwrap import KbitPreparedModel, build_plan
+from kbitwrap.edits.journal import Undoing
 from kbitwrap.model.tree import ModelTree
 from support import forks
 from support.norms import NORMS, WIDTH, assert_same_bits, autocasting, install, make, make_inputs, reference
@@ -117,9 +118,9 @@ def test_a_norm_in_float32_warns_of_no_slow_kernel() -> None:
     # A process of its own: torch warns once in each that half weights and float32 inputs find no fast kernel. In
     # float32 they do.
     program = (
-        "import warnings, torch; from kbitwrap.edits.norms import ComputeChange, Float32Forward\n"
+        "import warnings, torch; from kbitwrap.edits.norms import Forwards, Float32Forward\n"
         "warnings.simplefilter('error'); norm = torch.nn.RMSNorm(8).bfloat16()\n"
-        "ComputeChange().install(Float32Forward(norm)); norm(torch.ones(2, 8))"
+        "Forwards().install(Float32Forward(norm)); norm(torch.ones(2, 8))"
     )
     assert forks.run_program(program).stderr == ""
 
@@ -417,5 +418,5 @@ def test_undoing_reaches_a_compiled_module(fresh_compiler: None) -> None:
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     prepared = norm(*inputs)
     assert_same_bits(compiled(*inputs), prepared)
-    change.undo(ModelTree(norm))
+    change.undo(ModelTree(norm), Undoing())
     assert_same_bits(compiled(*inputs), before)

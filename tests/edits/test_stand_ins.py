@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from kbitwrap import StateError
-from kbitwrap.edits.stand_ins import UpcastChange
+from kbitwrap.edits.stand_ins import StandIns
 from kbitwrap.model.records import Records
 from kbitwrap.tensors.upcast import UpcastTensor
 from support.memory import profiler
@@ -32,7 +32,7 @@ def pair(module: nn.Module, chunk_bytes: int | None = None) -> tuple[nn.Module, 
     twin = copy.deepcopy(module).float()
     if getattr(module, "bias", None) is not None:
         module.bias.data = module.bias.data.float()  # stored in float32 under "compute"
-    UpcastChange(Records(), chunk_bytes).install(module, "weight", module._parameters["weight"])
+    StandIns(Records(), chunk_bytes).install(module, "weight", module._parameters["weight"])
     return module, twin
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kbitwrap import RestoreError
-from kbitwrap.edits.storage import StorageChange
+from kbitwrap.edits.storage import ParameterStorage
 from kbitwrap.tensors.bits import Layout, NanPayloads
 from support.memory import allocations
 from support.plain import Holder, changed_storage, full
@@ -341,13 +341,13 @@ def test_a_failing_restore_names_each_parameter_that_it_left(monkeypatch: pytest
     model = Holder(numbered(4), numbered(5), numbered(6))
     prepared = full(model)
 
-    def fails(change: StorageChange, current: torch.Tensor) -> Any:
-        if change.record.fqn != "p1":
+    def fails(storage: ParameterStorage, current: torch.Tensor, **options: Any) -> Any:
+        if storage.record.fqn != "p1":
             raise MemoryError("no room")
-        return find(change, current)
+        return find(storage, current, **options)
 
-    find = StorageChange.find_value
-    monkeypatch.setattr(StorageChange, "find_value", fails)
+    find = ParameterStorage.find
+    monkeypatch.setattr(ParameterStorage, "find", fails)
     with pytest.raises(RestoreError, match="p0: no room") as caught:
         prepared.restore()
     assert set(caught.value.failures) == {"p0", "p2"}

@@ -290,7 +290,7 @@ def test_a_preparation_that_failed_leaves_no_record(tmp_path: Path, monkeypatch:
     model = zoo.load("llama")
     prepared = KbitPreparedModel(model, precision="full")
     with monkeypatch.context() as patch:
-        patch.setattr("kbitwrap.preparation.preparation.PreparedState", fail)
+        patch.setattr("kbitwrap.preparation.preparation.ModelState", fail)
         with pytest.raises(EditError, match="injected"):
             prepared.prepare()
     model.config.bos_token_id = 7

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from kbitwrap.edits.norms import ComputeChange, Float32Forward
+from kbitwrap.edits.norms import Float32Forward, Forwards
 
 WIDTH = 8
 
@@ -53,8 +53,8 @@ def make_inputs(kind: str, dtype: torch.dtype, *, seed: int = 1) -> tuple[torch.
     return tuple((torch.randn(2, WIDTH, WIDTH, generator=generator) * 3).to(dtype) for _ in range(count))
 
 
-def install(norm: nn.Module) -> ComputeChange:
-    change = ComputeChange()
+def install(norm: nn.Module) -> Forwards:
+    change = Forwards()
     change.install(Float32Forward(norm))
     return change
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kbitwrap import KbitPreparedModel, Manifest
-from kbitwrap.edits.storage import StorageChange
+from kbitwrap.edits.storage import ParameterStorage
 from kbitwrap.model.records import ParameterRecord
 
 
@@ -58,10 +58,10 @@ class Holder(nn.Module):
             self.register_parameter(f"p{i}", tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
 
 
-def changed_storage(parameter: nn.Parameter) -> StorageChange:
-    """The change of one parameter's storage."""
+def changed_storage(parameter: nn.Parameter) -> ParameterStorage:
+    """The slot of one parameter's storage."""
     holder = Holder(parameter)
-    return StorageChange(ParameterRecord("p0", [(holder, "p0")], parameter), parameter)
+    return ParameterStorage(ParameterRecord("p0", [(holder, "p0")], parameter), parameter)
 
 
 def full(model: nn.Module, **fields: Any) -> KbitPreparedModel:
