@@ -5,6 +5,7 @@ A new process has everything imported and nothing run; a cover of pairs has them
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 from concurrent.futures.process import BrokenProcessPool
@@ -37,6 +38,7 @@ def test_what_is_raised_there_is_raised_here() -> None:
         forks.run(fail)
     with pytest.raises(BrokenProcessPool):
         forks.run(os.abort)
+    assert forks.run(faulthandler.is_enabled)  # so that it is printed where the process was
 
 
 def test_pairwise_covers_every_pair_with_few_cases() -> None:

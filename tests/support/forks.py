@@ -6,6 +6,7 @@ A function that runs in one is pickled by module and name: it is defined at the 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib
 import io
@@ -58,6 +59,7 @@ def _fork(path: str, args: list[str], fds: list[int]) -> int:
         return pid
     try:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest captures what is printed here
+        faulthandler.enable()  # what ends by a signal says where it was
         for fd in set(map(int, os.listdir("/dev/fd"))) - {0, 1, 2, *fds}:
             with contextlib.suppress(OSError):  # the folder's own
                 os.close(fd)
