@@ -152,8 +152,9 @@ class Allocates:
 
 
 # Each step calls a block once in its forward and once in its backward; after the first step, there is an evaluation.
+@pytest.mark.usefixtures("not_repacking")  # repacking gives weights other memory
 @pytest.mark.parametrize(
-    ("precision", "call"), few(itertools.product(["full", "compute", "adapted"], [1, 4]), [("full", 1), ("compute", 4)])
+    ("precision", "call"), few(itertools.product(["full", "compute", "adapted"], [1, 4]), [("compute", 4)])
 )
 def test_a_search_for_the_batch_size_goes_on_after_each_attempt(tmp_path: Path, precision: str, call: int) -> None:
     model = load_base()
