@@ -47,7 +47,7 @@ def cases(names: tuple[str, ...], quants: tuple[str | None, ...], last: tuple[ob
 
 
 @pytest.mark.parametrize(
-    ("name", "quant", "dtype", "precision"), cases(zoo.CORE[1::3], (*QUANTS, None), tuple(Precision))
+    ("name", "quant", "dtype", "precision"), cases(zoo.CORE[1::6], (*QUANTS, None), tuple(Precision))
 )
 def test_a_journey(
     name: str,
@@ -154,7 +154,7 @@ def restores_a_trained_copy(
     assert rest == []
 
 
-@pytest.mark.parametrize(("name", "quant", "dtype", "reentrant"), cases(zoo.CORE[::2], QUANTS, (True, False)))
+@pytest.mark.parametrize(("name", "quant", "dtype", "reentrant"), cases(zoo.CORE[::4], QUANTS, (True, False)))
 def test_drop_in_gives_pefts_numbers(name: str, quant: str, dtype: str, reentrant: bool) -> None:
     results = []
     for prepare in (peft.prepare_model_for_kbit_training, kbitwrap.prepare_model_for_kbit_training):

@@ -23,6 +23,7 @@ from kbitwrap import (
 )
 from support import zoo
 from support.merging import assert_same_model
+from support.thorough import every_other
 
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
 
@@ -66,7 +67,7 @@ def test_what_nothing_proves_is_unknown(run: Path) -> None:
         KbitPreparedModel.from_manifest(zoo.load("llama", quant=None), manifest)
 
 
-@pytest.mark.parametrize("dtypes", [{}, {"compute": torch.bfloat16}, {"storage": torch.bfloat16}])
+@pytest.mark.parametrize("dtypes", every_other([{"compute": torch.bfloat16}, {}, {"storage": torch.bfloat16}]))
 def test_a_stamp_of_a_kind_takes_the_base_of_the_run_in_any_compute_and_storage_dtype(
     run: Path, dtypes: dict[str, torch.dtype]
 ) -> None:

@@ -148,7 +148,7 @@ class OfItsOwnDtype(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", few(["eager", "aot_eager"], ["eager"]))
 def test_a_compiled_model_takes_that_dtype_too(backend: str) -> None:
     model, ids = OfItsOwnDtype().bfloat16(), torch.arange(8)
     with KbitPreparedModel(model, precision="compute", gradient_checkpointing=False):
@@ -180,7 +180,7 @@ class OfSeveralFrames(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute nor a quantized layer:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
-@pytest.mark.parametrize("backend", few(["eager", "aot_eager"], ["eager"]))
+@pytest.mark.parametrize("backend", few(["eager", "aot_eager"], []))
 def test_what_another_model_of_the_class_was_compiled_to_is_not_used(backend: str) -> None:
     torch._dynamo.reset()
     ids = torch.arange(8)
@@ -335,6 +335,7 @@ def test_lora_on_a_parameter_is_merged_as_in_full(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.thorough
 def test_the_whole_model_is_compiled_in_one_graph() -> None:
     steps = []
     for precision in ("full", "compute"):

@@ -401,6 +401,7 @@ def test_a_norm_that_gets_another_class_later_computes_the_same() -> None:
     assert_same_bits(norm(*inputs), expected)
 
 
+@pytest.mark.thorough
 def test_it_compiles_inside_a_model_under_autocast(fresh_compiler: None) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make("LayerNorm"), nn.Linear(WIDTH, WIDTH)).bfloat16()
     (x,) = make_inputs("LayerNorm", torch.bfloat16)

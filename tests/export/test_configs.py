@@ -42,7 +42,7 @@ def load(base: Path, **options: Any) -> Any:
     return model_class.from_pretrained(base, **options)
 
 
-@pytest.mark.parametrize("name", few(["llama", "qwen3_moe", "gemma3_text", "gpt_neox"], ["qwen3_moe", "gemma3_text"]))
+@pytest.mark.parametrize("name", few(["llama", "qwen3_moe", "gemma3_text", "gpt_neox"], ["gemma3_text"]))
 def test_what_is_written_has_the_configs_of_the_base(name: str, figures: Clients, tmp_path: Path) -> None:
     clients = figures("clients")
     base = tmp_path / "base"

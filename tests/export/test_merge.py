@@ -64,7 +64,7 @@ TIED = ["gemma2", "gpt2", "t5", "opt", "bart", "whisper", "bloom", "paligemma", 
 # By default the core is merged by the next test, and some of the others by the one behind it.
 @pytest.mark.parametrize(
     ("name", "quant"),
-    few(QUANTIZED, [*((name, "nf4") for name in zoo.CORE[::2]), ("gpt2", "int8"), ("mixtral", "int8")]),
+    few(QUANTIZED, [*((name, "nf4") for name in zoo.CORE[::4]), ("mixtral", "int8")]),
 )
 def test_adapted_weights_are_rounded_once_and_all_else_is_the_original(
     name: str, quant: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -47,7 +47,6 @@ class Case(NamedTuple):
 
 
 FEW = [
-    Case("llama"),
     Case("gpt2", precision="full", adapters="head"),
     Case("mixtral", adapters="experts"),
 ]

@@ -22,6 +22,7 @@ from support import forks, zoo
 from support.engines import SHARDS_INTEGERS, load_for_fsdp2
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
+from support.thorough import few
 from support.training import adapt, step
 
 TIED = {"gpt2"}
@@ -43,6 +44,7 @@ EXACT = [
     Case("gpt2", "nf4", "norms"),
     Case("gpt2", "nf4", "full"),
 ]
+FEW = EXACT[1::3]
 REFUSED = [Case("llama", "nf4", "full")] * 3 + [Case("llama", "int8", "norms")]
 
 
@@ -86,15 +88,17 @@ def load_and_save(case: Case, folder: Path) -> tuple[transformers.PreTrainedMode
 # ----------------------------------------------------------------------------------------------------
 
 
-def exports_exactly(rank: int, join: forks.Join, folder: Path) -> None:
+def exports_exactly(rank: int, join: forks.Join, cases: list[Case], folder: Path) -> None:
     # Before the group exists: transformers lets only the first of several processes write a checkpoint.
-    models = [load_and_save(case, folder / f"saved-{rank}-{index}") for index, case in enumerate(EXACT)]
+    models = [load_and_save(case, folder / f"saved-{rank}-{index}") for index, case in enumerate(cases)]
     with join():
-        export_all(models, folder)
+        export_all(cases, models, folder)
 
 
-def export_all(models: list[tuple[transformers.PreTrainedModel, dict[str, bytes]]], folder: Path) -> None:
-    for index, (case, (model, expected)) in enumerate(zip(EXACT, models, strict=True)):
+def export_all(
+    cases: list[Case], models: list[tuple[transformers.PreTrainedModel, dict[str, bytes]]], folder: Path
+) -> None:
+    for index, (case, (model, expected)) in enumerate(zip(cases, models, strict=True)):
         name = case.architecture
         prepared = KbitPreparedModel(model, precision=case.precision).prepare()
         peft_model = adapt(name, model)
@@ -131,8 +135,9 @@ def export_all(models: list[tuple[transformers.PreTrainedModel, dict[str, bytes]
     assert {path.name for path in folder.glob("whole-*")}  # the root stays whole after a forward without backward
 
 
-def test_the_files_are_those_saved_before(tmp_path: Path) -> None:
-    forks.run_ranks(exports_exactly, tmp_path)
+@pytest.mark.parametrize("cases", few([FEW, EXACT], [FEW]), ids=["few", "exact"])
+def test_the_files_are_those_saved_before(cases: list[Case], tmp_path: Path) -> None:
+    forks.run_ranks(exports_exactly, cases, tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_training_with_a_suspending_callback_is_that_without(
     assert len(set(losses)) > 1
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", few([1, 2], [2]))
 def test_each_epoch_is_evaluated_in_the_original_state(tmp_path: Path, accumulation: int) -> None:
     prepared = prepare("full")
     options = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": accumulation}
@@ -505,7 +505,7 @@ class Generating(SuspendedEvaluation, Seq2SeqTrainer):
     pass
 
 
-@pytest.mark.parametrize("precision", ["full", "norms"])
+@pytest.mark.parametrize("precision", few(["full", "norms"], ["full"]))
 def test_generation_in_evaluation_is_that_of_a_base_never_prepared(tmp_path: Path, precision: str) -> None:
     def trainer(model: nn.Module, cls: type[Seq2SeqTrainer]) -> Seq2SeqTrainer:
         torch.manual_seed(0)

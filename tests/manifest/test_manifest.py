@@ -77,7 +77,7 @@ def cases() -> list[Any]:
             quant for quant in ("nf4", "nf4-double", "fp4", "int8") if quant in zoo.ARCHITECTURES[name].quants
         ]
     every = [(name, quant) for name, found in quants.items() for quant in found]
-    return few(every, [(name, quants[name][i % len(quants[name])]) for i, name in enumerate(zoo.CORE) if i % 2 == 0])
+    return few(every, [(name, quants[name][i % len(quants[name])]) for i, name in enumerate(zoo.CORE) if i % 4 == 0])
 
 
 @pytest.mark.parametrize(("name", "quant"), cases())
