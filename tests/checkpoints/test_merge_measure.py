@@ -202,7 +202,7 @@ def test_one_expert_of_many_is_told(scale: float, cause: str) -> None:
     assert told.startswith(cause)
     assert evidence == "in experts[77]"
     found[77] = after[5]
-    told, evidence = Causes([measured()], (), lambda figures: found[0]).of(measured())
+    told, evidence = find_causes([measured()], (), {}, lambda figures: (found[0], delta[0]))["experts"]
     assert told == "two layers or experts were exchanged"
     assert evidence == "it holds the values of experts[5]"
 
