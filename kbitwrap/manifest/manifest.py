@@ -323,12 +323,15 @@ class Manifest(Report, ManifestPart):
         if adapters:
             ours["adapters"] = {name: vars(one) for name, one in self.adapters.items()}
             theirs["adapters"] = contents.adapters
-        read = {
-            fqn: tensor
-            for fqn, tensor in self.tensors.items()
-            if not _is_of_layer(fqn, contents.unread)
-        }
-        expected, found = values_as_loaded(read), values_as_loaded(contents.tensors)
+        recorded_tensors = self.tensors
+        if contents.unread:
+            recorded_tensors = {
+                fqn: tensor
+                for fqn, tensor in self.tensors.items()
+                if fqn in contents.tensors
+            }
+        expected = values_as_loaded(recorded_tensors)
+        found = values_as_loaded(contents.tensors)
         ignored = ["model.name_or_path", *unknown]
         if DTYPES_OF_4_BITS in self.unknown:
             ignored += _SETTINGS_OF_4_BITS
@@ -546,17 +549,6 @@ class Manifest(Report, ManifestPart):
             ) from error
 
         return cls._read(text, repr(str(file)))
-
-
-def _is_of_layer(fqn: str, layers: Collection[str]) -> bool:
-    """Return whether a tensor is the weight, or one of the statistics, of one of some layers."""
-    path = fqn
-    while path:
-        path, _, name = path.rpartition(".")
-        if path in layers:
-            return name != "bias"
-
-    return False
 
 
 def _text(key: str, value: Any) -> str:

@@ -159,6 +159,9 @@ def load_pretrained(
     import transformers
 
     config = read_config(name_or_path, trust_remote_code)
+    if os.path.isdir(name_or_path) and not trust_remote_code:
+        _refuse_larger(Path(name_or_path), config)
+
     if class_name is not None:
         config.architectures = [class_name]
 
@@ -179,8 +182,6 @@ def load_pretrained(
         options["trust_remote_code"] = True
         own = getattr(config, "auto_map", None) or ()
         auto_classes += [name for name in _AUTO_CLASSES if name in own]
-    elif os.path.isdir(name_or_path):
-        _refuse_larger(Path(name_or_path), config)
 
     cls: Any = None if auto_classes else _model_class(config)
     for name in auto_classes[:1]:
