@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from kbitwrap import doctor, merge_checkpoint
 from kbitwrap.cli.console import quiet_libraries
 from kbitwrap.model.quantization import bitsandbytes_config
+from measuring import clock
 from merge_sizes import MISTRAL
 
 FORMS = ("half", "quantized")
@@ -51,9 +51,7 @@ def make_run(blocks: int, folder: Path) -> tuple[Path, Path]:
 
 def timed(what: str, blocks: int, call: Callable[[], object]) -> None:
     """Print how long a call takes, on the clock and on all cores together."""
-    started, cpu_started = time.perf_counter(), time.process_time()
-    call()
-    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+    seconds, cpu = clock(call)
     parts = MISTRAL.num_hidden_layers / blocks
     print(
         f"{what:18} {seconds:7.1f} s, {cpu:7.1f} s of CPU time; for {MISTRAL.num_hidden_layers} blocks "

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import fits
 from kbitwrap.cli.console import quiet_libraries
 from machine import environment
+from measuring import clock
 from sections import DOCS, replace_section
 
 FIGURES = DOCS / "benchmarks" / "planning.json"
@@ -43,9 +43,7 @@ PARTS = {
 
 def seconds(run: Callable[[], Any]) -> float:
     """The CPU time of a call."""
-    start = time.process_time()
-    run()
-    return round(time.process_time() - start, 2)
+    return round(clock(run).cpu_seconds, 2)
 
 
 def measure(model: dict[str, Any], budget: str) -> dict[str, dict[str, float]]:

@@ -29,7 +29,6 @@ from .usage import Json, integer, value
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
 SUMMARY = (
     "Prepare, train and merge a small model PEFT's way and ours, and compare them."
 )
@@ -91,15 +90,7 @@ def command(seed: _Seed = 0, json_: Json = False) -> int:
 
 
 def run(seed: int, doing: Doing) -> Result:
-    """Measure each way to prepare and to merge.
-
-    Args:
-        seed: Seed of the model, the adapters and the order of the text.
-        doing: Says what is being done.
-
-    Returns:
-        What was measured and the answers, ready for JSON.
-    """
+    """Measure each way to prepare and to merge, and answer; the result is ready for JSON."""
     import torch
 
     started = time.perf_counter()
@@ -201,14 +192,8 @@ class Demo:
     def measure_side(self, way: str) -> Result:
         """Prepare the model in one way, train a LoRA on it, and undo that.
 
-        PEFT's function has no way back: only the adapter is unloaded.
-
-        Args:
-            way: ``"peft"`` or a precision. The LoRA of ``"norms"`` is saved, and exported merged.
-
-        Returns:
-            The bytes that preparing adds and that a step takes, the distances from PEFT's numbers, and what differs
-            from the loaded model while it is suspended and in the end.
+        PEFT's function has no way back: only the adapter is unloaded. The LoRA of
+        ``"norms"`` is saved, and exported merged.
         """
         import torch
         from peft import get_peft_model, prepare_model_for_kbit_training
@@ -224,10 +209,9 @@ class Demo:
             lora=self.lora(),
             kernels="cpu",
         )
-        modules = dict(model.named_modules())
+        modules, parameters = dict(model.named_modules()), list(model.parameters())
         loaded = base_state(modules)
-        loaded_bytes = sum(one.nbytes for one in model.parameters())
-
+        loaded_bytes = sum(one.nbytes for one in parameters)
         prepared = None
         if way == PEFT:
             prepare_model_for_kbit_training(model)
@@ -261,15 +245,10 @@ class Demo:
         }
 
     def _train(self, way: str, model: Any) -> tuple[int, dict[str, float]]:
-        """Train the adapter; all ways take two steps, and the one that is merged some more.
+        """Train the adapter for two steps, and the one that is merged for some more.
 
-        Args:
-            way: How the model was prepared.
-            model: The model with the adapter.
-
-        Returns:
-            The most bytes of the second step, and the distances of the first from PEFT's numbers: of the loss, and the
-            largest of a gradient.
+        Returns the most bytes of the second step, and the distances of the first from
+        PEFT's numbers: of the loss, and the largest of a gradient.
         """
         import torch
 
@@ -278,7 +257,6 @@ class Demo:
         model.train()
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4)
-
         batches = self.blocks.split(_BATCH_SIZE)
 
         def inputs(number: int) -> dict[str, Tensor]:
@@ -291,8 +269,7 @@ class Demo:
 
         loss = model(**inputs(0)).loss
         loss.backward()
-        gradients = [one.grad.clone() for one in trained if one.grad is not None]
-        numbers = [loss.detach(), *gradients]
+        numbers = [loss.detach(), *(one.grad.clone() for one in trained)]
         if way == PEFT:
             self.pefts = numbers
         pairs = zip(numbers, self.pefts, strict=True)
@@ -309,11 +286,10 @@ class Demo:
         return tracker.peak_bytes, difference
 
     def measure_merges(self) -> list[Result]:
-        """Merge the adapter in PEFT's ways beside our export, and measure each.
+        """Merge the adapter in PEFT's ways, and measure them and our export.
 
-        Returns:
-            For each its name, the part of the fine-tune that is lost, KL(adapter model ‖ merged) / KL(adapter model ‖
-            base), and what doctor finds: how much of the delta is there, on which weights, and faults.
+        What is lost is KL(adapter model ‖ merged) / KL(adapter model ‖ base); the rest
+        is what doctor finds.
         """
         from peft import PeftModel
 
@@ -322,8 +298,7 @@ class Demo:
         adapter = self.folder / "adapter"
         exact = self.load(quantization=self.nf4).dequantize().float()
         base = self._log_probabilities(exact)
-        with_adapter = PeftModel.from_pretrained(exact, adapter)
-        expected = self._log_probabilities(with_adapter)
+        expected = self._log_probabilities(PeftModel.from_pretrained(exact, adapter))
         for name, quantization in (("nf4", self.nf4), ("bfloat16", None)):
             model = PeftModel.from_pretrained(
                 self.load(quantization=quantization), adapter
@@ -398,11 +373,12 @@ def base_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
     """Describe a base by torch alone, so that kbitwrap does not vouch for itself.
 
     Args:
-        modules: The base's modules by name, as they were when it was loaded: an adapter wraps them, and leaves them the
-            same objects.
+        modules: The base's modules by name, as they were when it was loaded: an adapter
+            wraps them, and leaves them the same objects.
 
     Returns:
-        ``{aspect: {fqn: value}}``, the aspects being ``ASPECTS``. Parameters are told apart as objects while they live.
+        ``{aspect: {fqn: value}}``, the aspects being ``ASPECTS``. Parameters are told
+            apart by their addresses: they have to live until the next description.
     """
     found: dict[str, dict[str, Any]] = {aspect: {} for aspect in ASPECTS}
     for prefix, module in modules.items():
@@ -477,7 +453,8 @@ def _show(result: Result) -> None:
     rows.append(
         ["first loss, distance from PEFT's", "-", *(f"{loss:.2g}" for loss in losses)]
     )
-    left = {way: _left(sides[way]["left"]) for way in WAYS}
+    shown = ("dtypes", "hooks", "requires_grad", "attributes")
+    left = {way: sum(sides[way]["left"][key] for key in shown) for way in WAYS}
     rows.append(
         ["dtypes, hooks and flags left changed", *(str(left[way]) for way in WAYS)]
     )
@@ -501,13 +478,6 @@ def _show(result: Result) -> None:
         f"{_percent(export['lost'])}. ({result['seconds']} s)"
     )
     show(table(rows, right=True), table(merges), Group(*answers), conclusion, _NEXT)
-
-
-def _left(counts: dict[str, int]) -> int:
-    """How many dtypes, hooks and flags differ."""
-    return sum(
-        counts[key] for key in ("dtypes", "hooks", "requires_grad", "attributes")
-    )
 
 
 def _percent(part: float) -> str:

@@ -126,9 +126,10 @@ def break_prediction(patch: pytest.MonkeyPatch) -> None:
 def break_numbers(patch: pytest.MonkeyPatch) -> None:
     """Change a norm after PEFT's function."""
 
-    def prepare_and_write(model: Any) -> None:
-        prepare_model_for_kbit_training(model)
-        model.model.norm.weight.data.mul_(1.5)
+    def prepare_and_write(model: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare_model_for_kbit_training(model, *args, **kwargs)
+        prepared.model.norm.weight.data.mul_(1.5)
+        return prepared
 
     patch.setattr(peft, "prepare_model_for_kbit_training", prepare_and_write)
 
