@@ -10,7 +10,7 @@ import importlib
 import sys
 
 WRITES = {
-    "benchmarks": "docs/benchmarks.md, with plots: timings, bytes and numbers beside PEFT's",
+    "benchmarks": "docs/benchmarks.md: timings, bytes and numbers beside PEFT's",
     "clients": "nothing: writes models with the configs of the hub, which other clients then compute (`.ci/run --all`)",
     "compatibility": "docs/compatibility.md: what the tests of the quantizers find",
     "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",

@@ -1,7 +1,7 @@
-"""Measures what docs/benchmarks.md shows, and writes it there: tables, plots, and the figures themselves as JSON.
+"""Measures what docs/benchmarks.md shows, and writes it there; the figures themselves are saved as JSON.
 
-    python docs/figures benchmarks NAME...            measure, save the figures, draw them, write the page
-    python docs/figures benchmarks --saved NAME...    draw and write what was saved
+    python docs/figures benchmarks NAME...            measure, save the figures, write the page
+    python docs/figures benchmarks --saved NAME...    write what was saved
 
 A name is one of `BENCHMARKS`; each takes minutes, and `mistral-7b` 6 GB of memory. What the page has between
 `<!-- benchmark: NAME -->` and `<!-- end -->` is replaced. The status is 1 where a number that is to be PEFT's differs.
@@ -21,11 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 import machine
-import style
 from benchmark_cases import CHUNKED, HEAD_CHUNK_BYTES, MERGED, PEFT, Settings, measure, measure_export
 from drawn import MISTRAL
 from sections import DOCS, replace_section, text_table
@@ -33,7 +29,6 @@ from sections import DOCS, replace_section, text_table
 PAGE = DOCS / "benchmarks.md"
 FIGURES = DOCS / "benchmarks"
 MIB = 2**20
-RATIO = "ratio to PEFT's"
 
 SMALL = MISTRAL | {  # a real vocabulary, with which a CPU can take a training step
     "hidden_size": 1024,
@@ -242,51 +237,6 @@ def throughput(case: dict[str, Any], kind: str) -> float:
     return float(alone / case[f"export_{kind}"]["median"])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Plots.
-# ----------------------------------------------------------------------------------------------------
-
-
-def figure(result: dict[str, Any]) -> Figure:
-    """A panel for each figure of preparing and of the steps, one below the other, with a bar for each case."""
-    settings, cases = result["settings"], result["cases"]
-    panels = [
-        ("live bytes added", "added_bytes", "MiB", "{:.2f}", cases),
-        ("peak while preparing", "transient_peak_bytes", "MiB above the start", "{:.1f}", cases),
-        ("time to prepare", "prepare_seconds", RATIO, "{:.3f}", cases),
-    ]
-    for number, tokens in enumerate(settings["tokens"] if "steps" in cases[0] else ()):
-        steps = [{"case": case["case"], **case["steps"][number]} for case in cases]
-        panels += [
-            (f"peak of tensors in a step, {tokens} tokens", "peak_bytes", "MiB", "{:.0f}", steps),
-            (f"peak of the system in a step, {tokens} tokens", "system_peak_bytes", "MiB", "{:.0f}", steps),
-            (f"step time, {tokens} tokens", "seconds", RATIO, "{:.3f}", steps),
-        ]
-    made = Figure(figsize=(5.0, 1.8 * len(panels)), layout="constrained")
-    made.suptitle(
-        "Mistral in nf4 and bfloat16, hidden {hidden_size},\n"
-        "{num_hidden_layers} layers, vocabulary {vocab_size},\n".format_map(settings["shape"])
-        + f"on {machine.where(result)}"
-    )
-    for axis, (title, key, unit, label, parts) in zip(made.subplots(len(panels)), panels, strict=True):
-        if unit == RATIO:
-            values = [part[key]["median"] / parts[0][key]["median"] for part in parts]
-        else:
-            values = [part[key] / MIB for part in parts]
-        names = [part["case"] for part in parts]
-        colors = ["#d55e00" if name == PEFT else "#0072b2" for name in names]
-        bars = axis.barh(names, values, color=colors, height=0.7)
-        axis.bar_label(bars, labels=[label.format(value) for value in values], padding=3)
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.35 * max(values))
-        axis.set_xlabel(unit)
-        axis.xaxis.set_major_locator(MaxNLocator(4))
-        axis.tick_params(left=False)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.set_title(title, fontsize=10, loc="left")
-    return made
-
-
 def main() -> int:
     """Measure, or read what was measured, and show it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,12 +249,7 @@ def main() -> int:
         if not arguments.saved:
             saved.write_text(json.dumps(run(name), indent=2) + "\n", encoding="utf-8")
         result = json.loads(saved.read_text(encoding="utf-8"))
-        shown = ["```text", text(name, result), "```"]
-        if name not in (IDENTITY, EXPORT):
-            plot = saved.with_suffix(".svg")
-            style.draw(figure, plot, result)
-            shown += ["", f"![The figures of this run]({FIGURES.name}/{plot.name})"]
-        replace_section(PAGE, f"benchmark: {name}", "\n".join(shown))
+        replace_section(PAGE, f"benchmark: {name}", f"```text\n{text(name, result)}\n```")
         if name == IDENTITY:
             is_different = any(numbers(step)[1:] != ["0", "0"] for case in result["cases"] for step in case["steps"])
     return int(is_different)
