@@ -225,26 +225,22 @@ class _Wrong:
     def held(self) -> str:
         """The tensor whose values, or whose delta, the first wrong matrix holds; ``""`` if nothing tells."""
         wrong = [one for one in self.figures.leaves if not is_right(one)]
-        own = wrong[0] if wrong else self.figures
-        others = [one for one in self._known.alike[own.shape] if one is not own]
-        if not wrong or not others:
+        if not wrong:
             return ""
 
-        found, expected = own.sample.found, own.sample.after
-        after = torch.stack([one.sample.after for one in others])
-        trained = torch.stack([one.sample.trained for one in others])
-        deltas = nn.functional.normalize(after - trained)
-        change = nn.functional.normalize(own.sample.change, dim=0)
-        delta = nn.functional.normalize(own.sample.delta, dim=0)
-        has_values = _are_alike(found, after) | _are_alike(found, trained)
-        # Values that are like its own, too, tell nothing of an exchange.
-        has_values &= ~_are_alike(found, expected[None])
-        # Where another's delta is like its own, its own tells nothing of an exchange.
-        has_delta = (deltas @ change >= _ALIGNED) & (deltas @ delta < _ALIGNED)
-        for place, other in enumerate(others):
-            if has_values[place]:
+        own = wrong[0].sample
+        change, delta = own.change, own.delta
+        # Values and deltas that are like its own, too, tell nothing of an exchange.
+        has_own = _is_alike(own.found, own.after)
+        for other in self._known.alike[wrong[0].shape]:
+            if other is wrong[0]:
+                continue
+            values = other.sample.after, other.sample.trained
+            is_there = any(_is_alike(own.found, one) for one in values)
+            if is_there and not has_own:
                 return f"the values of {other.fqn}"
-            if has_delta[place]:
+            others = other.sample.delta
+            if _is_aligned(change, others) and not _is_aligned(delta, others):
                 return f"the delta of {other.fqn}"
 
         return ""
@@ -257,13 +253,9 @@ class _Wrong:
             return False
 
         grid = grid_shape(shape)
-        turned = sample.found.view(grid).mT.reshape(-1)
-        if _are_alike(turned, sample.after[None]):
-            return True
-
-        change = nn.functional.normalize(sample.change, dim=0)
+        found = sample.found.view(grid).mT.reshape(-1)
         delta = sample.delta.view(grid).mT.reshape(-1)
-        return bool(change @ nn.functional.normalize(delta, dim=0) >= _ALIGNED)
+        return _is_alike(found, sample.after) or _is_aligned(sample.change, delta)
 
     @property
     def off(self) -> float:
@@ -335,8 +327,11 @@ _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
 )  # fmt: skip
 
 
-def _are_alike(found: Tensor, others: Tensor) -> Tensor:
-    """Return whether a sample is like each of others, and so of another version of one weight."""
-    lengths = others.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    are_alike: Tensor = (others - found).norm(dim=1) / lengths <= _ALIKE
-    return are_alike
+def _is_alike(found: Tensor, other: Tensor) -> bool:
+    """Return whether two samples are of versions of one weight."""
+    return bool((other - found).norm() <= _ALIKE * other.norm())
+
+
+def _is_aligned(change: Tensor, delta: Tensor) -> bool:
+    """Return whether two samples show the same delta."""
+    return bool(nn.functional.cosine_similarity(change, delta, dim=0) >= _ALIGNED)

@@ -6,22 +6,19 @@ Or whether a checkpoint is the base that adapters go on, dequantized.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import QuantKind
 from ..errors import ConfigError, ExportError, ManifestMismatchError
-from ..export.forms import fused_layer
 from ..manifest.manifest import Manifest
 from ..model.pretrained import read_config
 from ..model.quantization import SKIPPED_LAYERS, skipped_layers
-from ..model.tree import join
 from ..model.wrappers import unwrap
 from ..reports import first_of, shown
 from ..tensors.devices import accelerator_type
@@ -30,7 +27,6 @@ from ..tensors.lazy import materialize
 from .adapters import SavedAdapter, read_adapter
 from .base import TrainedBase, load_adapted
 from .base_quantization import (
-    FITTED,
     GIVEN,
     OF_MERGE,
     QUANTIZATION,
@@ -40,7 +36,14 @@ from .base_quantization import (
 )
 from .causes import REQUANTIZED_TO_4_BITS
 from .doctor_base import EXPORT
-from .doctor_report import FAULT, Examination, Finding, fault, fine, not_measured
+from .doctor_report import (
+    FAULT,
+    Examination,
+    Finding,
+    fault,
+    fine,
+    not_measured,
+)
 from .doctor_subjects import DoctorOptions, Folder, LiveModel, Subject, is_numbered
 from .fitting import fitting_quantization
 from .measure import OTHER, TRAINED, MergeMeasure, Told, measure_merge
@@ -50,8 +53,11 @@ from .sides import MergedSide, plain_side, read_merged, walk_merged
 _NAME = "merge"
 _WHAT = "how much of the adapter was merged"
 _GIVE = "give the quantization (quantization_config, --quant)"
+_MERGE_AGAIN = (
+    "merge again: kbitwrap merge ADAPTER --out DIR, with the --quant of the training where nothing records it, or "
+    "export(merge_adapters=True)"
+)
 _Dtypes = list[torch.dtype | None]
-_Compared = TypeVar("_Compared")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -84,11 +90,9 @@ def unmeasured_merge(subject: Subject) -> Finding | None:
         )
 
     may_be_merged = bool(base.sources)
-    if not may_be_merged and isinstance(subject, Folder):
-        is_alone = not is_numbered(subject.path) and not subject.adapters
-        may_be_merged = is_alone and (
-            base.quantization.is_quantized or _quantization_of_served(options) is None
-        )
+    if isinstance(subject, Folder) and not is_numbered(subject.path):
+        is_served = _quantization_of_served(options) is not None
+        may_be_merged |= not subject.adapters and not is_served
 
     if options.adapter is None and may_be_merged:
         return not_measured(
@@ -129,39 +133,33 @@ def dequantized_base(folder: Folder) -> Finding | None:
     if quantization is None:
         return None
 
-    found = read_merged(folder.path, options.trust_remote_code)
+    trust = options.trust_remote_code
+    found = read_merged(folder.path, trust)
     device = options.device or accelerator_type() or "cpu"
-
-    def compare(dtype: torch.dtype | None) -> tuple[int, Finding]:
+    wrongs = []
+    for dtype in _dtypes_in_training(options, found):
         trained, _ = load_adapted(
-            options.base,
-            None,
-            None,
-            quantization,
-            dtype,
-            device,
-            options.trust_remote_code,
+            options.base, None, None, quantization, dtype, device, trust
         )
         expected = plain_side(trained.model, is_merged=False).saved
         known = {*expected, *trained.unexpected}
         wrong = [fqn for fqn in found.tensors if fqn not in known]
         wrong += _differing(expected, found.tensors)
-        if wrong:
-            return len(wrong), fault(
-                "it is not this base, dequantized",
-                first_of(wrong),
-                "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an "
-                "adapter was merged into it, give that (adapter, --adapter)",
+        if not wrong:
+            files = _files_of_base(trained, folder.path)
+            if files is not None and files.outcome == FAULT:
+                return files
+            return fine(
+                f"its {len(expected)} tensors are those of the base, dequantized"
             )
+        wrongs.append(wrong)
 
-        files = _files_of_base(trained, folder.path)
-        if files is not None and files.outcome == FAULT:
-            return 0, files
-        return 0, fine(
-            f"its {len(expected)} tensors are those of the base, dequantized"
-        )
-
-    return _fewest_wrong(_dtypes_in_training(options, found), compare)
+    return fault(
+        "it is not this base, dequantized",
+        first_of(min(wrongs, key=len)),
+        "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
+        "was merged into it, give that (adapter, --adapter)",
+    )
 
 
 def _differing(
@@ -236,8 +234,7 @@ def measure(
             merged = read_merged(Path(where), options.trust_remote_code)
     except ConfigError as error:
         what = "the merged checkpoint cannot be loaded"
-        remedy = _merge_again(None)
-        examination.add(_NAME, where, fault(what, str(error), remedy))
+        examination.add(_NAME, where, fault(what, str(error), _MERGE_AGAIN))
         return None
 
     try:
@@ -266,38 +263,20 @@ def _measure(
     options, where = subject.options, subject.where
     trust = options.trust_remote_code
     saved = read_adapter(Path(options.adapter))
-    dtypes: _Dtypes = [None]
-    if manifest is None and not saved.config_of_model:
-        dtypes = _dtypes_in_training(options, merged)
-
     told = find_quantization(
         options.base, options.quantization_config, manifest, saved, trust
     )
     quantization = _choose_quantization(told, subject, merged, saved)
-    is_other = told.source == GIVEN != quantization.source
-    assumed = ""
-    remedy = again = _merge_again(told)
-    if is_other:
-        kind = quantization.kind
-        assumed = f"{quantization.form}, not {told.form} as given"
-        give = f"give that (quantization_config, --quant {kind})"
-        remedy = f"if it was trained in {kind}, {give}; otherwise {again}"
-        what = f"it was merged onto the base's weights {assumed}"
-        evidence = f"the checkpoint fits {kind}"
-        examination.add(_NAME, where, fault(what, evidence, remedy))
-    elif told.source == UNKNOWN:
-        assumed = quantization.form
-        if quantization.config:
-            assumed += f", which {quantization.source}"
+    assumed, remedy, doubt = _doubt(told, quantization)
+    if doubt is not None:
+        examination.add(_NAME, where, doubt)
 
-    if quantization.source == FITTED and not is_other:
-        why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
-        remedy = f"{_GIVE}; if it is right {assumed}: {again}"
-        examination.add(_NAME, where, not_measured(QUANTIZATION, why))
+    dtypes: _Dtypes = [None]
+    if manifest is None and not saved.config_of_model:
+        dtypes = _dtypes_in_training(options, merged)
 
-    def compare(
-        dtype: torch.dtype | None,
-    ) -> tuple[int, tuple[MergeMeasure, Finding | None]]:
+    measures = []
+    for dtype in dtypes:
         trained, adapted = load_adapted(
             options.base, saved, manifest, quantization, dtype, "cpu", trust
         )
@@ -307,9 +286,12 @@ def _measure(
         if isinstance(subject, Folder):
             files = _files_of_base(trained, subject.path)
         num_wrong = sum(len(one.fqns) for one in found.faults)
-        return num_wrong, (found, files)
+        measures.append((num_wrong, found, files))
+        if not num_wrong:
+            break
 
-    found, files = _fewest_wrong(dtypes, compare)
+    _, found, files = min(measures, key=operator.itemgetter(0))
+    is_other = doubt is not None and doubt.outcome == FAULT
     onto = OTHER if is_other and found.onto == TRAINED else found.onto
     found = dataclasses.replace(found, assumed=assumed, onto=onto)
     for one in found.faults:
@@ -324,17 +306,6 @@ def _measure(
     return found
 
 
-def _merge_again(told: BaseQuantization | None) -> str:
-    """Return the remedy of a wrong merge, with the quantization that the caller told."""
-    quant, unrecorded = (
-        "",
-        ", with the --quant of the training where nothing records it",
-    )
-    if told is not None and told.source == GIVEN and told.kind is not None:
-        quant, unrecorded = f" --quant {told.kind}", ""
-    return f"merge again: kbitwrap merge ADAPTER{quant} --out DIR{unrecorded}, or export(merge_adapters=True)"
-
-
 def _choose_quantization(
     told: BaseQuantization, subject: Subject, merged: MergedSide, saved: SavedAdapter
 ) -> BaseQuantization:
@@ -343,9 +314,11 @@ def _choose_quantization(
     if told.source != UNKNOWN and not is_doubtful:
         return told
 
-    own = _config_in_training(subject, saved)
-    if own is not None:
-        found = BaseQuantization(own, OF_MERGE)
+    own = _config_of(subject)
+    if isinstance(own, dict):
+        # The names with dots are of layers that a merge left out, which were quantized.
+        skipped = [name for name in skipped_layers(own) if "." not in name]
+        found = BaseQuantization({**own, SKIPPED_LAYERS: skipped or None}, OF_MERGE)
     else:
         options = subject.options
         found = fitting_quantization(
@@ -360,38 +333,41 @@ def _choose_quantization(
     return found if told.source == UNKNOWN or is_other else told
 
 
-def _config_in_training(subject: Subject, saved: SavedAdapter) -> Any:
-    """Return the quantization config of a merged checkpoint, or ``None``, with the layers that the merge took out.
-
-    Those are what the adapter touches, and what engines compute with it.
-    """
+def _config_of(subject: Subject) -> Any:
+    """Return the quantization config of a merged checkpoint or a live model, as plain values, or ``None``."""
     if isinstance(subject, LiveModel):
-        model, _ = unwrap(subject.tree.model)
-        config: Any = getattr(model, "config", None)
-        settings: Any = getattr(config, "quantization_config", None)
-    else:
-        settings = open_checkpoint(Path(subject.where)).config.get(
-            "quantization_config"
-        )
+        bare: Any = unwrap(subject.tree.model)[0]
+        config: Any = getattr(bare, "config", None)
+        own: Any = getattr(config, "quantization_config", None)
+        return own.to_dict() if hasattr(own, "to_dict") else own
 
-    if hasattr(settings, "to_dict"):
-        settings = settings.to_dict()
-    if not isinstance(settings, dict):
-        return settings
+    return open_checkpoint(Path(subject.where)).config.get("quantization_config")
 
-    touched: set[str] = set()
-    for key in saved.tensors:
-        layers = itertools.accumulate(key.split("."), join)
-        touched.update(f".{fused_layer(layer)}" for layer in layers)
 
-    kept = []
-    for name in skipped_layers(settings):
-        is_layer = "." in name  # and not a name such as lm_head
-        suffix = f".{fused_layer(name)}"  # names of the model inside have no prefix
-        if not is_layer or not any(layer.endswith(suffix) for layer in touched):
-            kept.append(name)
+def _doubt(
+    told: BaseQuantization, quantization: BaseQuantization
+) -> tuple[str, str, Finding | None]:
+    """Say what is assumed of a base's weights, if that was not told, the remedy of faults, and what to note of it."""
+    if quantization.source == told.source:
+        return "", _MERGE_AGAIN, None
 
-    return {**settings, SKIPPED_LAYERS: kept or None}
+    if told.source == GIVEN:
+        kind = quantization.kind
+        assumed = f"{quantization.form}, not {told.form} as given"
+        give = f"give that (quantization_config, --quant {kind})"
+        remedy = f"if it was trained in {kind}, {give}; otherwise {_MERGE_AGAIN}"
+        what = f"it was merged onto the base's weights {assumed}"
+        return assumed, remedy, fault(what, f"the checkpoint fits {kind}", remedy)
+
+    assumed = quantization.form
+    if quantization.config:
+        assumed += f", which {quantization.source}"
+    if quantization.source == OF_MERGE:
+        return assumed, _MERGE_AGAIN, None
+
+    why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
+    remedy = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
+    return assumed, remedy, not_measured(QUANTIZATION, why)
 
 
 def _dtypes_in_training(options: DoctorOptions, merged: MergedSide) -> _Dtypes:
@@ -412,17 +388,3 @@ def _dtypes_in_training(options: DoctorOptions, merged: MergedSide) -> _Dtypes:
         return [None]
 
     return [*likely, None, *(dtype for dtype in HALF_DTYPES if dtype not in likely)]
-
-
-def _fewest_wrong(
-    dtypes: _Dtypes,
-    compare: Callable[[torch.dtype | None], tuple[int, _Compared]],
-) -> _Compared:
-    """Compare in one dtype after the other until nothing is wrong, and return what has the fewest tensors wrong."""
-    best = compare(dtypes[0])
-    for dtype in dtypes[1:]:
-        if not best[0]:
-            break
-        best = min(best, compare(dtype), key=operator.itemgetter(0))
-
-    return best[1]

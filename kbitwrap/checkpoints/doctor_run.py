@@ -14,6 +14,7 @@ from ..model.pretrained import meta_model
 from ..model.wrappers import canonical_fqn
 from ..reports import shown
 from ..tensors.lazy import materialize
+from .adapters import vocabulary_layers
 from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import (
     OPTIMIZER_NAME,
@@ -70,23 +71,20 @@ def adapter_values(adapter: Adapter) -> Finding:
     Sharded parameters that were not gathered are saved without elements; a loss that
     diverged leaves NaN and infinity.
     """
-    tensors = adapter.tensors.items()
-    without = "its file holds no tensor"
-    empty = [name for name, tensor in tensors if tensor.numel() == 0]
-    if empty:
-        without = f"tensors without elements: {shown(empty)}"
+    empty, broken = [], []
+    for name, tensor in adapter.tensors.items():
+        if tensor.numel() == 0:
+            empty.append(name)
+        elif not materialize(tensor).float().isfinite().all():
+            broken.append(name)
 
-    if empty or not tensors:
+    if empty or not adapter.tensors:
+        without = f"tensors without elements: {shown(empty)}"
         return fault(
             "an adapter holds no values",
-            without,
+            without if empty else "its file holds no tensor",
             "gather sharded parameters before they are saved",
         )
-
-    broken = []
-    for name, tensor in tensors:
-        if not materialize(tensor).float().isfinite().all():
-            broken.append(name)
 
     if broken:
         return fault(
@@ -95,7 +93,7 @@ def adapter_values(adapter: Adapter) -> Finding:
             "go back to a checkpoint from before the loss diverged",
         )
 
-    return fine(f"{len(tensors)} tensors are finite")
+    return fine(f"{len(adapter.tensors)} tensors are finite")
 
 
 def adapter_dtypes(adapter: Adapter) -> Finding | None:
@@ -104,18 +102,16 @@ def adapter_dtypes(adapter: Adapter) -> Finding | None:
     if not tensors:
         return None
 
-    dtypes = sorted(dtype_names(tensors.values()))
+    dtypes = dtype_names(tensors.values())
+    names = ", ".join(sorted(dtypes))
+    in_training = adapter.trained  # empty where nothing tells it
     others = []
     for name, tensor in tensors.items():
         # the tensor itself, where it is no lora_B
         lora_a = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)
-        if tensor.dtype != lora_a.dtype:
+        is_other = in_training and in_training.isdisjoint(dtypes)
+        if is_other or tensor.dtype != lora_a.dtype:
             others.append(name)
-
-    # empty where its dtypes in training are not known
-    in_training = adapter.trained
-    if in_training and in_training.isdisjoint(dtypes):
-        others = list(tensors)
 
     if others:
         return fault(
@@ -124,7 +120,6 @@ def adapter_dtypes(adapter: Adapter) -> Finding | None:
             "save it in the dtype of its training",
         )
 
-    names = ", ".join(dtypes)
     # Saved in float32, it has lost nothing, whatever the dtype of its training was.
     if not in_training and names != "float32":
         return not_measured(
@@ -142,17 +137,22 @@ def lora_b(subject: Subject) -> Finding | None:
     reference. A head that was trained beside it does not excuse it: LoRA got no
     gradients.
     """
-    tensors = subject.tensors_of_adapters()
-    outer = [(name, tensor) for name, tensor in tensors if _ZERO_AT_FIRST.search(name)]
-    if not outer:
+    names, beside = [], []
+    is_zero = True
+    for name, tensor in subject.tensors_of_adapters():
+        if _ZERO_AT_FIRST.search(name):
+            names.append(name)
+            is_zero = is_zero and not materialize(tensor).any()
+        elif ".lora_" not in name:
+            beside.append(name)
+
+    if not names:
         return None
 
-    if any(materialize(tensor).any() for _, tensor in outer):
-        return fine(f"not all of {len(outer)} are zero")
+    if not is_zero:
+        return fine(f"not all of {len(names)} are zero")
 
-    names = [name for name, _ in outer]
     evidence = f"LoRA adds nothing: {shown(names)}"
-    beside = [name for name, _ in tensors if ".lora_" not in name]
     if beside:
         evidence += f"; saved beside it, and not compared: {shown(beside)}"
 
@@ -328,10 +328,6 @@ def _embeddings(folder: Folder) -> tuple[str, int] | None:
     Those that are saved here count, and else those of the manifest: they were resized or
     trained. Otherwise the base's own do.
     """
-    shapes: dict[str, Sequence[int]] = {}
-    if folder.manifest is not None:
-        shapes.update(recorded_shapes(folder.manifest))
-
     saved = folder.tensors_of_adapters()
     model: Any = folder.options.base
     if folder.base is not None:
@@ -340,21 +336,22 @@ def _embeddings(folder: Folder) -> tuple[str, int] | None:
     elif folder.options.named_base is not None:
         model = meta_model(model)
 
-    for name, tensor in saved:
-        shapes[canonical_fqn(name)] = tensor.shape
+    name = "embed_tokens.weight"
+    shapes: dict[str, Sequence[int]] = {}
+    if model is not None:
+        ids = [id(layer.weight) for layer in vocabulary_layers(model)[:1]]
+        for fqn, parameter in model.named_parameters():
+            if id(parameter) in ids:
+                name = canonical_fqn(fqn)
+                shapes[name] = parameter.shape
 
-    if model is None:
-        names = [fqn for fqn in shapes if fqn.endswith("embed_tokens.weight")]
-        return (names[0], shapes[names[0]][0]) if names else None
+    if folder.manifest is not None:
+        shapes.update(recorded_shapes(folder.manifest))
+    for fqn, tensor in saved:
+        shapes[canonical_fqn(fqn)] = tensor.shape
 
-    try:
-        weight = model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):  # its input is no text
-        return None
-
-    for name, parameter in model.named_parameters():
-        if parameter is weight:
-            fqn = canonical_fqn(name)
-            return fqn, shapes.get(fqn, parameter.shape)[0]
+    for fqn, shape in shapes.items():
+        if fqn.endswith(name):
+            return fqn, shape[0]
 
     return None

@@ -271,19 +271,27 @@ def _read_folder(
         if file is not None and (place == path or not is_numbered(place)):
             files[place] = file
 
+    trained: dict[str, frozenset[str]] = {}
+    if manifest is not None:
+        for fqn, record in manifest.adapters.items():
+            trained[fqn.rpartition(".")[2]] = frozenset(record.dtypes)
+
+    # torch's own states have the dtypes of the parameters; one of several may be frozen
+    of_states: frozenset[str] = frozenset()
+    if optimizer is not None and optimizer.is_torchs and len(files) == 1:
+        of_states = dtype_names(optimizer.moments)
+
     damaged = []
     adapters = []
-    # one of several may be frozen
-    trained = optimizer if len(files) == 1 else None
     for place, file in files.items():
         name = "default" if place == path else place.name
-        dtypes = _trained_dtypes(name, manifest, trained)
         try:
             stored = read_tensors(file)
         except ConfigError as error:
             damaged.append(str(error))
             continue
         lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
+        dtypes = trained.get(name, of_states)
         adapters.append(Adapter(str(place), place, lazy, dtypes))
 
     base = None
@@ -315,21 +323,6 @@ def _read_optimizer(path: Path) -> Optimizer:
         return Optimizer(unreadable=why)
 
     return Optimizer(len(states), moments, is_torchs)
-
-
-def _trained_dtypes(
-    name: str, manifest: Manifest | None, optimizer: Optimizer | None
-) -> frozenset[str]:
-    """Return the dtypes of an adapter in training, by the manifest, or else by the states of torch's own optimizer."""
-    if manifest is not None:
-        for fqn, record in manifest.adapters.items():
-            if fqn.rpartition(".")[2] == name:
-                return frozenset(record.dtypes)
-
-    if optimizer is None or not optimizer.is_torchs:
-        return frozenset()
-
-    return dtype_names(optimizer.moments)
 
 
 def _saved_base(path: Path) -> Base:
@@ -403,20 +396,19 @@ def walk_live(model: nn.Module, options: DoctorOptions) -> LiveModel:
     tree, preparation = Preparation.tree_of(model)
     refuse_unreadable(tree, allow_sharded=False)
     base = _live_base(tree, is_prepared=preparation is not None)
+    where = type(model).__name__
     own: dict[str, torch.Tensor] = {}
     for tensor in tree.tensors:
         if id(tensor.parameter) in tree.adapter_ids:
             own[tensor.path] = tensor.parameter
 
-    where = type(model).__name__
-    adapters = []
-    if own:
-        adapters.append(Adapter(where, None, own, dtype_names(own.values())))
-
+    adapter = Adapter(where, None, own, dtype_names(own.values()))
+    adapters = [adapter] if own else []
     return LiveModel(where, options, adapters, base, tree, preparation)
 
 
 def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
+    """Read what the checks of a base need of a live one."""
     bare: Any = unwrap(tree.model)[0]
     config = getattr(bare, "config", None)
     meta = None
