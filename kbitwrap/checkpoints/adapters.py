@@ -255,7 +255,10 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
     for name, value in given.items():
         is_unexpected = name in unexpected
         there = written.get(name) if is_unexpected else state.get(name)
-        is_there = there is not None and _is_same(there, value)
+        is_there = False
+        if there is not None and there.shape == value.shape:
+            expected = value.to(there)  # in the dtype of the model's
+            is_there = torch.allclose(there, expected, 0, 0, equal_nan=True)
         if is_unexpected and not is_there:
             unread.append(name)
         elif there is not None and not is_there:
@@ -324,14 +327,6 @@ def _no_place(saved: SavedAdapter, names: list[str]) -> ConfigError:
     return ConfigError(
         f"{saved.name} has tensors that the base has no place for ({first_of(sorted(names))}): give the base that was "
         "trained on, or these tensors under the names that PEFT's save_pretrained writes"
-    )
-
-
-def _is_same(there: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether a tensor of a model has the value that was loaded into it, in its own dtype."""
-    expected = value.to(there)
-    return there.shape == value.shape and torch.allclose(
-        there, expected, rtol=0, atol=0, equal_nan=True
     )
 
 

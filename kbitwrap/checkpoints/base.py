@@ -395,33 +395,26 @@ def _refuse_in_use(
     base: TrainedBase,
     saved: SavedAdapter,
 ) -> None:
-    """Raise where a model computes with rows of a parameter that the base's files lack."""
+    """Raise where a model computes with rows of a parameter that the base's files lack.
+
+    It does not where PEFT wrapped the module, and an adapter's own rows replace them.
+    """
     num_rows = len(tensor)
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        if parameter is tensor and not _is_replaced(adapted, name, start, num_rows):
+        parts = name.split(".")
+        if parameter is not tensor or "original_module" in parts:
+            continue
+
+        replaced: set[int] = set()
+        if parts[-2:-1] == ["base_layer"]:
+            wrapper = adapted.get_submodule(".".join(parts[:-2]))
+            replaced.update(*vars(wrapper).get("token_indices", {}).values())
+        if not replaced.issuperset(range(start, num_rows)):
             raise ConfigError(
                 f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has {start}, "
                 f"and {saved.name} does not hold the new ones: give the base that training began with, as "
                 f"save_pretrained writes it after model.resize_token_embeddings({num_rows})"
             )
-
-
-def _is_replaced(adapted: nn.Module, name: str, start: int, end: int) -> bool:
-    """Return whether an adapter's own rows replace those of a parameter, whose module PEFT may have wrapped."""
-    path, _, _ = name.rpartition(".")
-    if "original_module" in path.split("."):
-        return True
-
-    wrapper_path, _, child = path.rpartition(".")
-    if child != "base_layer":
-        return False
-
-    trained: set[int] = set()
-    wrapper = adapted.get_submodule(wrapper_path)
-    for indices in vars(wrapper).get("token_indices", {}).values():
-        trained.update(indices)
-
-    return trained.issuperset(range(start, end))
 
 
 def _class_name(

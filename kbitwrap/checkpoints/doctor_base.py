@@ -18,7 +18,7 @@ from ..tensors.lazy import materialize
 from .base import load_base
 from .base_quantization import find_quantization
 from .doctor_report import Finding, fault, fine, not_measured
-from .doctor_subjects import Base, Folder, LiveModel, Tensors
+from .doctor_subjects import Base, Folder, LiveModel
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
 EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
@@ -193,27 +193,24 @@ def ties(base: Base) -> Finding | None:
     if not ties:
         return None
 
-    apart = [names for names in ties if _came_apart(names, base.tensors)]
+    apart = []
+    for names in ties:
+        found = [base.tensors[fqn] for fqn in names if fqn in base.tensors]
+        contents = set()
+        if any(tensor is not found[0] for tensor in found):  # one is not read
+            for tensor in found:
+                contents.add((tensor.dtype, content_digest(materialize(tensor))))
+        if len(contents) > 1:
+            apart.append(f"the config ties {shown(names)}, and they differ")
+
     if apart:
-        evidence = [
-            f"the config ties {shown(names)}, and they differ" for names in apart
-        ]
         return fault(
             "tied weights came apart",
-            "; ".join(evidence),
+            "; ".join(apart),
             "save one of them, or set tie_word_embeddings to false",
         )
 
     return fine("; ".join(" = ".join(names) for names in ties))
-
-
-def _came_apart(names: Sequence[str], tensors: Tensors) -> bool:
-    found = [tensors[fqn] for fqn in names if fqn in tensors]
-    if all(tensor is found[0] for tensor in found):  # what is one is not read
-        return False
-
-    contents = {(tensor.dtype, content_digest(materialize(tensor))) for tensor in found}
-    return len(contents) > 1
 
 
 def experts(base: Base) -> Finding | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -38,20 +38,25 @@ def lost_updates(folder: Folder) -> Finding | None:
 
     try:
         content = load_values(folder.path / OPTIMIZER_NAME)
-        for state, group in _states(content):
-            alike = weights[tuple(state["exp_avg"].shape)]
-            if not alike:
-                return not_measured(
-                    _WHAT,
-                    "the shapes of the optimizer's states are not those of the adapter",
-                )
+        states = content["state"]
+        for group in content["param_groups"]:
             # that of the first step where a schedule ended
             rate = float(group["lr"]) or float(group.get("initial_lr", 0))
-            lost, updates = _count(materialize(alike.pop(0)), state, group, rate)
-            num_lost += lost
-            num_updates += updates
-            dtypes.add(dtype_name(state["exp_avg"].dtype))
-            rates.add(f"{rate:.3g}")
+            for number in group["params"]:
+                if number not in states:
+                    continue  # it never got a gradient
+                state = states[number]
+                alike = weights[tuple(state["exp_avg"].shape)]
+                if not alike:
+                    return not_measured(
+                        _WHAT,
+                        "the shapes of the optimizer's states are not those of the adapter",
+                    )
+                lost, updates = _count(materialize(alike.pop(0)), state, group, rate)
+                num_lost += lost
+                num_updates += updates
+                dtypes.add(dtype_name(state["exp_avg"].dtype))
+                rates.add(f"{rate:.3g}")
     except (ConfigError, AttributeError, LookupError, TypeError, ValueError) as error:
         return not_measured(_WHAT, f"{OPTIMIZER_NAME}: no moments of Adam: {error!r}")
 
@@ -70,14 +75,6 @@ def lost_updates(folder: Folder) -> Finding | None:
             'train it in float32 (adapter_dtype="float32"), or with a higher learning rate',
         )
     return fine(evidence)
-
-
-def _states(content: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the states of an optimizer, in the order of its parameters, each with the settings of its group."""
-    for group in content["param_groups"]:
-        for number in group["params"]:
-            if number in content["state"]:  # else it never got a gradient
-                yield content["state"][number], group
 
 
 def _in_order(named: tuple[str, Tensor]) -> list[Any]:
