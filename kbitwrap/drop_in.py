@@ -20,7 +20,7 @@ from .model.tree import ModelTree
 from .model.wrappers import REPLACES
 from .preparation.preparation import Preparation, changing, explain
 from .preparation.process import empty_cache
-from .prepared import KbitPreparedModel
+from .prepared import KbitPreparedModel, PeftPreparedModel
 from .reports import RestoreReport
 
 CALLS: list[Precision] = []
@@ -124,7 +124,7 @@ def prepare_model_for_kbit_training(
 def _prepare(model: nn.Module, config: PrepareConfig, clears_cache: bool) -> None:
     CALLS.append(config.precision)
     with changing:
-        wrapper = KbitPreparedModel.as_peft(model, config)
+        wrapper = PeftPreparedModel.apply_on_top(model, config)
     if clears_cache and detect_as_peft(model).casts:
         empty_cache()
     if not wrapper.plan.is_quantized:

@@ -162,28 +162,6 @@ class KbitPreparedModel:
             self._apply(self.plan, tree)
         return self
 
-    @classmethod
-    def as_peft(cls, model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
-        """Prepare a model by PEFT's rules: its detection, adapters frozen too, on top of what holds it already."""
-        tree, preparation = Preparation.tree_of(model)
-        with only_reading():
-            refuse_unsupported_tensors(tree, allow_meta=False)
-            refuse_held(tree, but=preparation)
-            plan = write_plan(
-                Casts(tree, config, detect_as_peft(model), freeze_adapters=True)
-            )
-        for alarm in plan.alarms:
-            warnings.warn(alarm, UserWarning, stacklevel=4)
-        wrapper = None if preparation is None else preparation.holder()
-        if not isinstance(wrapper, KbitPreparedModel):
-            wrapper = cls.__new__(cls)
-            wrapper.model, wrapper.config = model, config
-        elif wrapper.state is not LifecycleState.PREPARED:
-            wrapper._expect_prepared("prepare_model_for_kbit_training")
-        wrapper._apply(plan, tree)
-        wrapper.plan = plan
-        return wrapper
-
     def _apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing."""
         preparation = self._preparation or Preparation(self)
@@ -620,3 +598,31 @@ class KbitPreparedModel:
                 expected=states,
             )
         return self._preparation
+
+
+class PeftPreparedModel(KbitPreparedModel):
+    """A wrapper of a model that is prepared by PEFT's rules, which it does not plan."""
+
+    def __init__(self, model: nn.Module, config: PrepareConfig) -> None:
+        self.model, self.config = model, config
+
+    @staticmethod
+    def apply_on_top(model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
+        """Prepare a model by PEFT's detection, on top of what holds it already; adapters are frozen too."""
+        tree, preparation = Preparation.tree_of(model)
+        with only_reading():
+            refuse_unsupported_tensors(tree, allow_meta=False)
+            refuse_held(tree, but=preparation)
+            plan = write_plan(
+                Casts(tree, config, detect_as_peft(model), freeze_adapters=True)
+            )
+        for alarm in plan.alarms:
+            warnings.warn(alarm, UserWarning, stacklevel=4)
+        wrapper = None if preparation is None else preparation.holder()
+        if not isinstance(wrapper, KbitPreparedModel):
+            wrapper = PeftPreparedModel(model, config)
+        elif wrapper.state is not LifecycleState.PREPARED:
+            wrapper._expect_prepared("prepare_model_for_kbit_training")
+        wrapper._apply(plan, tree)
+        wrapper.plan = plan
+        return wrapper

@@ -6,7 +6,6 @@ would lose what was learned. Those that were not go back exactly.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 
@@ -112,34 +111,24 @@ def cast_adapters(tensors: Sequence[NamedTensor], dtype: torch.dtype) -> Edit:
             record_bytes += parameter.nbytes
 
     fqns = tuple(tensor.fqn for tensor in tensors)
-    refs = tuple(TensorRef(weakref.ref(t.module), t.name) for t in tensors)
+    refs = [TensorRef(weakref.ref(tensor.module), tensor.name) for tensor in tensors]
+
+    def apply(journal: Journal, tree: ModelTree) -> None:
+        storages = []
+        for record, parameter in recorded(tree, fqns, refs):
+            is_held = not (parameter.is_meta or _is_exact(parameter.dtype, dtype))
+            storages.append(ParameterStorage(record, parameter, keep=is_held))
+
+        journal.save(Adapters(storages, dtype))
+        for storage in storages:
+            storage.cast(dtype)  # the same object, for its optimizer
+
     return Edit(
         "cast",
         fqns,
-        functools.partial(_cast, fqns=fqns, refs=refs, dtype=dtype),
+        apply,
         role=Role.ADAPTER,
         added_bytes=live,
         transient_bytes=most,
         record_bytes=record_bytes,
     )
-
-
-def _cast(
-    journal: Journal,
-    tree: ModelTree,
-    *,
-    fqns: Sequence[str],
-    refs: Sequence[TensorRef],
-    dtype: torch.dtype,
-) -> None:
-    """Cast by ``.data``: each parameter stays the same object, for its optimizer."""
-    storages = []
-    for record, parameter in recorded(tree, fqns, refs):
-        is_held = not (parameter.is_meta or _is_exact(parameter.dtype, dtype))
-        storages.append(ParameterStorage(record, parameter, keep=is_held))
-
-    journal.save(Adapters(storages, dtype))
-    for storage in storages:
-        current = storage.record.live()
-        assert current is not None
-        storage.give(current, current.data.to(dtype))

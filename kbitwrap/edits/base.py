@@ -21,6 +21,8 @@ from .journal import MISSING, Journal, Slot, Undoing
 
 Fields = dict[str, Any]
 """Attributes of an object by their names, ``MISSING`` where there was none."""
+Apply = Callable[[Journal, ModelTree], None]
+"""Makes an edit, after it has saved in the journal what it writes."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Edit:
         action: "hold", "record", "freeze", "store", "upcast", "cast", "compute" or
             "checkpoint".
         fqns: The names of what is edited; ``""`` is the model.
-        apply: Makes the edit, after it has saved in the journal what it writes.
+        apply: Makes the edit.
         role: The role of all that is edited.
         added_bytes: The bytes added until the edit is undone.
         transient_bytes: The peak while the edit is made, above what was live before.
@@ -45,7 +47,7 @@ class Edit:
 
     action: str
     fqns: tuple[str, ...]
-    apply: Callable[[Journal, ModelTree], None] = field(repr=False)
+    apply: Apply = field(repr=False)
     role: Role | None = None
     added_bytes: int = 0
     transient_bytes: int = 0

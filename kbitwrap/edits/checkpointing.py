@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import PrepareConfig
 from ..errors import UnsupportedModelError
+from ..model.quantization import Quantization
 from ..model.tree import ModelTree
 from ..model.wrappers import wrapped_children
-from .base import ModuleAttributes
+from .base import Edit, ModuleAttributes
 from .journal import Journal, Slot, Undoing
 
 
@@ -80,6 +82,8 @@ _HOOK_DICTS = (
 
 def _forward_hooks(module: nn.Module) -> dict[int, Any]:
     """Return a module's forward hooks and pre-hooks by their ids, which are its own."""
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return {}  # nearly all modules
     return {**module._forward_hooks, **module._forward_pre_hooks}
 
 
@@ -176,7 +180,7 @@ _HOOK_ATTRIBUTES = ("_require_grads_hooks", "_require_grads_hook")
 def checkpointing_method(
     model: nn.Module,
 ) -> tuple[Callable[..., Any], str | None] | None:
-    """The bound method that enables checkpointing, and its keyword for arguments.
+    """Return the bound method that enables checkpointing, and its keyword for arguments.
 
     Where a model overrides the method of older releases, that one is to be called.
     """
@@ -232,67 +236,71 @@ def refuse_without_embeddings(model: nn.Module) -> None:
 
 
 def checkpoint(
-    journal: Journal,
-    tree: ModelTree,
-    *,
-    enable: bool = True,
-    kwargs: Mapping[str, Any],
-    hook_inputs: bool = False,
-    hook_blocks: bool = False,
-    hook_model: bool = False,
-) -> None:
-    """Enable activation checkpointing, with the hooks that it needs.
+    tree: ModelTree, config: PrepareConfig, quantization: Quantization
+) -> Edit:
+    """Make the edit that enables activation checkpointing, with the hooks that it needs.
 
-    transformers installs hooks whenever it enables checkpointing, needed or not: those
-    that are superfluous are removed.
-
-    Args:
-        journal: The journal.
-        tree: The model.
-        enable: Whether to enable it.
-        kwargs: The arguments of ``torch.utils.checkpoint.checkpoint``.
-        hook_inputs: Whether the output of the input embeddings is to require grad.
-        hook_blocks: Whether a block's input is to, while the block has backward hooks.
-        hook_model: Whether to warn when the model turns out to be sharded, after its
-            dtypes were changed.
+    Reentrant checkpointing of a frozen model needs inputs that require grad. The other
+    kind needs none, but its blocks are hooked for backward hooks of others. A hook of
+    the model warns when it turns out to be sharded, after its dtypes were changed.
     """
-    hooks = Hooks(tree)
-    handles = ModuleAttributes(_HOOK_ATTRIBUTES, tree)
-    journal.save(ModuleAttributes(CHECKPOINTING_ATTRIBUTES, tree), handles, hooks)
-    model: Any = tree.model
-    if hook_inputs and hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()
-    elif hook_inputs:
-        model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
-
+    enable = config.gradient_checkpointing and quantization.is_quantized
+    hook_model = config.precision.upcasts_all and quantization.casts
     if enable:
-        _enable_checkpointing(model, kwargs)
+        refuse_without_checkpointing(tree)
+    kwargs = dict(config.gradient_checkpointing_kwargs)
+    hook_inputs, hook_blocks = config.input_require_grads, False
+    if hook_inputs is None:
+        # torch's own default is reentrant, also where None is given.
+        use_reentrant = kwargs.get("use_reentrant")
+        is_reentrant = use_reentrant is None or bool(use_reentrant)
+        hook_inputs = enable and is_reentrant
+        hook_blocks = enable and not is_reentrant
+    if hook_inputs:
+        refuse_without_embeddings(tree.model)
 
-    is_left = False
-    for node in tree.modules:
-        added = hooks.to_remove(node.module)
-        if not added:
-            continue
-        had_one = not hooks.before.isdisjoint(input_gradient_hooks(node.module))
-        if hook_inputs and not had_one:
-            added.pop()  # the newest stays
-            is_left = True
-        remove_hooks(node.module, added)
+    def apply(journal: Journal, tree: ModelTree) -> None:
+        hooks = Hooks(tree)
+        handles = ModuleAttributes(_HOOK_ATTRIBUTES, tree)
+        journal.save(ModuleAttributes(CHECKPOINTING_ATTRIBUTES, tree), handles, hooks)
+        model: Any = tree.model
+        if hook_inputs and hasattr(model, "enable_input_require_grads"):
+            model.enable_input_require_grads()
+        elif hook_inputs:
+            embeddings = model.get_input_embeddings()
+            embeddings.register_forward_hook(make_inputs_require_grad)
 
-    if not is_left:
-        handles.undo(tree, Undoing())
+        if enable:
+            _enable_checkpointing(model, kwargs)
 
-    for node in tree.modules if hook_blocks else ():
-        block = node.module
-        is_checkpointed = vars(block).get("gradient_checkpointing") is True
-        if is_checkpointed and not input_gradient_hooks(block):
-            block.register_forward_pre_hook(make_block_input_require_grad)
+        # transformers installs hooks whenever it enables checkpointing, needed or not.
+        is_left = False
+        for node in tree.modules:
+            added = hooks.to_remove(node.module)
+            if not added:
+                continue
+            had_one = not hooks.before.isdisjoint(input_gradient_hooks(node.module))
+            if hook_inputs and not had_one:
+                added.pop()  # the newest stays
+                is_left = True
+            remove_hooks(node.module, added)
 
-    is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
-    if hook_model and not is_hooked:
-        model.register_forward_pre_hook(warn_of_sharding)
+        if not is_left:
+            handles.undo(tree, Undoing())
 
-    hooks.settle()
+        for node in tree.modules if hook_blocks else ():
+            block = node.module
+            is_checkpointed = vars(block).get("gradient_checkpointing") is True
+            if is_checkpointed and not input_gradient_hooks(block):
+                block.register_forward_pre_hook(make_block_input_require_grad)
+
+        is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
+        if hook_model and not is_hooked:
+            model.register_forward_pre_hook(warn_of_sharding)
+
+        hooks.settle()
+
+    return Edit("checkpoint", ("",), apply)
 
 
 def _enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

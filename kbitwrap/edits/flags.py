@@ -12,7 +12,7 @@ from torch import nn
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..model.wrappers import loaded_class
-from .base import ANCHOR_ATTRIBUTE, Anchor, Attributes
+from .base import ANCHOR_ATTRIBUTE, Anchor, Apply, Attributes, Edit
 from .journal import Journal, Slot, Undoing
 
 Values = dict[ParameterRecord, bool]
@@ -73,20 +73,22 @@ def _set_flag(parameter: nn.Parameter, flag: bool) -> None:
             parameter.requires_grad_(flag)
 
 
-def freeze(
-    journal: Journal, tree: ModelTree, *, is_frozen: bool, freeze_adapters: bool
-) -> None:
+def freeze(*, is_frozen: bool, freeze_adapters: bool) -> Apply:
     """Record the flags of what is prepared, and set them to false where asked."""
-    before = {}
-    with only_reading():
-        for tensor in prepared_tensors(tree, freeze_adapters):
-            before[tree.record(tensor)] = tensor.parameter.requires_grad
 
-    journal.save(Flags(before))
-    for record, flag in before.items():
-        parameter = record.there()
-        if is_frozen and flag and parameter is not None:
-            parameter.requires_grad_(False)
+    def apply(journal: Journal, tree: ModelTree) -> None:
+        before = {}
+        with only_reading():
+            for tensor in prepared_tensors(tree, freeze_adapters):
+                before[tree.record(tensor)] = tensor.parameter.requires_grad
+
+        journal.save(Flags(before))
+        for record, flag in before.items():
+            parameter = record.there()
+            if is_frozen and flag and parameter is not None:
+                parameter.requires_grad_(False)
+
+    return apply
 
 
 def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor]:
@@ -98,10 +100,14 @@ def prepared_tensors(tree: ModelTree, freeze_adapters: bool) -> list[NamedTensor
     return [t for t in tree.tensors if id(t.parameter) not in adapters]
 
 
-def hold(journal: Journal, tree: ModelTree, *, wrapper: object) -> None:
+def hold(wrapper: object) -> Edit:
     """Tie the wrapper's life to the model's, by an attribute on the model."""
-    journal.save(Attributes([ANCHOR_ATTRIBUTE], [tree.model]))
-    vars(tree.model)[ANCHOR_ATTRIBUTE] = Anchor(wrapper)
+
+    def apply(journal: Journal, tree: ModelTree) -> None:
+        journal.save(Attributes([ANCHOR_ATTRIBUTE], [tree.model]))
+        vars(tree.model)[ANCHOR_ATTRIBUTE] = Anchor(wrapper)
+
+    return Edit("hold", ("",), apply)
 
 
 def warn_of_saving(journal: Journal, tree: ModelTree) -> None:

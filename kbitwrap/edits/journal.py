@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -39,18 +40,20 @@ class Undoing:
     """The policy of one restore, and what was found by it and by those that failed."""
 
     policy: TrainedPolicy = "keep"
-    # the names of parameters of the base that others cast, and whose value changed
+    # the names of parameters of the base whose value changed before it
     changed: set[str] = field(default_factory=set)
     # what a suspension read of the slot that it undoes
     now: Any = None
-    # the records of parameters whose value changed while it was stored upcast, and of
-    # those that got another value than the original
-    trained: list[Any] = field(default_factory=list)
-    altered: list[Any] = field(default_factory=list)
+    # the names of parameters that were trained while they were stored upcast, and of
+    # frozen ones that got another value than the original
+    trained: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
     # the names of what forwards had left and was put back
     put_back: list[str] = field(default_factory=list)
     # the records of adapters that stay in the dtype of their training
     kept_dtype: list[Any] = field(default_factory=list)
+    # the places of base parameters that are made trainable
+    turned_on: list[Any] = field(default_factory=list)
 
 
 class Slot:
@@ -158,14 +161,14 @@ class Journal:
             edit = None
             then()
         except BaseException as error:
-            # Edits replace modules and parameters: the model is walked again.
-            failures = [one for _, one in self.undo(tree.again(), since=start)]
-            del self.slots[start:]
+            try:
+                # Edits replace modules and parameters: the model is walked again.
+                undo = functools.partial(self.undo, tree.again(), since=start)
+                failures = [failure for _, failure in finish(undo)]
+            finally:
+                del self.slots[start:]
             if not isinstance(error, Exception):
                 raise
-            for failure in failures:
-                if not isinstance(failure, Exception):
-                    raise failure from error
 
             outcome = "the model is as it was"
             if failures:
@@ -182,35 +185,24 @@ class Journal:
         *,
         since: int = 0,
         show: Callable[[Sequence[Slot]], Iterable[Slot]] = iter,
-    ) -> list[tuple[Slot, BaseException]]:
+    ) -> list[tuple[Slot, Exception]]:
         """Undo all but the ``since`` oldest slots, and return the failures.
 
         The newest is undone first, and each even when another fails.
 
         One that fails stays in the journal, and so do older ones: the next call undoes
-        them after it, and one of them may write what it writes. One that is interrupted
-        is undone again, and the interrupt returned.
+        them after it, and one of them may write what it writes. An interrupt is raised;
+        the next call goes on.
         """
-        undoing = undoing or Undoing()
-        failures: list[tuple[Slot, BaseException]] = []
-
-        def put_back(slot: Slot) -> None:
-            slot.undo(tree, undoing)
-            # It is not the newest where one that is newer failed, and stayed.
-            if self.slots and self.slots[-1] is slot:
-                self.slots.pop()
-
+        failures: list[tuple[Slot, Exception]] = []
         for slot in show(self.slots[since:][::-1]):
             try:
-                put_back(slot)
-            except BaseException as error:
+                slot.undo(tree, undoing or Undoing())
+                # It is not the newest where one that is newer failed, and stayed.
+                if self.slots and self.slots[-1] is slot:
+                    self.slots.pop()
+            except Exception as error:
                 failures.append((slot, error))
-                if isinstance(error, Exception):
-                    continue
-                try:
-                    put_back(slot)
-                except BaseException as again:
-                    failures.append((slot, again))
 
         return failures
 
@@ -219,15 +211,11 @@ class Journal:
 
         At every moment ``way_back`` leads back to what was there.
         """
-        try:
-            for slot in reversed([*self.slots, *also]):
-                if not slot.is_lasting:
-                    now = slot.read(tree)
-                    way_back.save(Suspended(slot, now))
-                    slot.undo(tree, Undoing(now=now))
-        except BaseException:
-            way_back.resume(tree)
-            raise
+        for slot in reversed([*self.slots, *also]):
+            if not slot.is_lasting:
+                now = slot.read(tree)
+                way_back.save(Suspended(slot, now))
+                slot.undo(tree, Undoing(now=now))
 
     def resume(self, tree: Any) -> None:
         """Undo everything, and raise the first failure.

@@ -19,7 +19,7 @@ from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree
 from ..tensors.devices import accelerators, random_state
 from ..tensors.dtypes import HALF_DTYPES
-from .base import write_attribute
+from .base import Apply, write_attribute
 from .journal import MISSING, Journal, Slot, Undoing
 
 Forward = Callable[..., Any]
@@ -28,7 +28,7 @@ Dtypes = list[torch.dtype | None]
 
 
 def forward_slot(module: nn.Module) -> str:
-    """The instance attribute of a module's innermost ``forward``.
+    """Return the instance attribute of a module's innermost ``forward``.
 
     accelerate moves it to ``_old_forward``.
     """
@@ -180,7 +180,7 @@ def to_float32(value: Any) -> Any:
 def float32_shell(
     module: nn.Module, upcast: Callable[[Any], Any], classes: dict[type, type]
 ) -> nn.Module:
-    """An object like the module, with half parameters upcast.
+    """Return an object like the module, with half parameters upcast.
 
     Its children's are upcast too. All other attributes are read from the module: torch
     compiles no copy of them before 2.13.
@@ -213,7 +213,7 @@ def float32_shell(
 
 
 def _shell_class(cls: Any) -> type:
-    """A subclass whose objects read from a module what they do not hold."""
+    """Return a subclass whose objects read from a module what they do not hold."""
 
     def getattr_of_shell(shell: Any, name: str) -> Any:
         for held in (shell._parameters, shell._buffers, shell._modules):
@@ -229,7 +229,7 @@ def _shell_class(cls: Any) -> type:
 
 
 def _kind(value: Any) -> Any:
-    """The part of an argument that decides the dtype of the output."""
+    """Return the part of an argument that decides the dtype of the output."""
     if isinstance(value, torch.Tensor):
         device = value.device.type
         is_autocast = torch.is_autocast_enabled(device)
@@ -284,23 +284,21 @@ class Forwards(Slot):
 
 
 def compute_in_float32(
-    journal: Journal,
-    tree: ModelTree,
-    *,
     modules: Sequence[weakref.ref[nn.Module]],
     forward: Callable[[nn.Module], Float32Forward],
-) -> None:
+) -> Apply:
     """Make modules compute in float32 from their half parameters.
 
     Args:
-        journal: The journal.
-        tree: The model.
         modules: The modules.
         forward: Makes the forward that replaces a module's own.
     """
-    forwards = Forwards()
-    journal.save(forwards)
-    for reference in modules:
-        module = reference()
-        if module is not None:
-            forwards.install(forward(module))
+
+    def apply(journal: Journal, tree: ModelTree) -> None:
+        forwards = Forwards()
+        journal.save(forwards)
+        for module in [reference() for reference in modules]:
+            if module is not None:
+                forwards.install(forward(module))
+
+    return apply

@@ -22,6 +22,7 @@ from ..model.records import Records, TensorRef
 from ..model.tree import ModelTree
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.upcast import UpcastTensor, multiplies_half
+from .base import Apply
 from .journal import Journal, Slot, Undoing
 from .norms import Float32Forward, float32_shell, to_float32
 
@@ -55,7 +56,7 @@ class HeadForward(Float32Forward):
             return forward(shell, *args, **kwargs)
 
     def _upcast(self, parameter: torch.Tensor) -> Any:
-        """A stand-in for a frozen half parameter, or a float32 copy."""
+        """Return a stand-in for a frozen half parameter, or a float32 copy."""
         is_trained = parameter.requires_grad and torch.is_grad_enabled()
         if parameter.dtype not in HALF_DTYPES or is_trained:
             return to_float32(parameter)
@@ -113,7 +114,7 @@ class StandInState(StandInMethod):
     """
 
     def __call__(self) -> dict[str, Any]:
-        """The module's attributes, with each stand-in marked as the module's own."""
+        """Return the module's attributes, with each stand-in marked as the module's own."""
         state = getattr(type(self.module), "__getstate__", vars)(self.module)
         stand_ins = {
             name: value
@@ -356,27 +357,23 @@ class StandIns(Slot):
         _follow(self, True)
 
 
-def upcast_at_use(
-    journal: Journal,
-    tree: ModelTree,
-    *,
-    refs: Sequence[TensorRef],
-    chunk_bytes: int | None,
-) -> None:
+def upcast_at_use(refs: Sequence[TensorRef], chunk_bytes: int | None) -> Apply:
     """Make modules see and use half weights as float32, by stand-ins that follow them.
 
     Args:
-        journal: The journal.
-        tree: The model.
         refs: The places of the weights, all those of a tied one.
         chunk_bytes: The most float32 of a weight in a matrix product, in bytes.
     """
-    slot = StandIns(tree.records, chunk_bytes)
-    journal.save(slot)
-    for ref in refs:
-        module, parameter = ref.owner(), ref()
-        if module is not None and parameter is not None:
-            slot.install(module, ref.name, parameter)
 
-    slot.put_float32_first(tree.model)
-    _follow(slot, True)
+    def apply(journal: Journal, tree: ModelTree) -> None:
+        slot = StandIns(tree.records, chunk_bytes)
+        journal.save(slot)
+        for ref in refs:
+            module, parameter = ref.owner(), ref()
+            if module is not None and parameter is not None:
+                slot.install(module, ref.name, parameter)
+
+        slot.put_float32_first(tree.model)
+        _follow(slot, True)
+
+    return apply

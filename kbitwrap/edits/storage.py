@@ -25,7 +25,7 @@ from ..tensors.bits import (
 )
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
-from .base import OriginalSlot
+from .base import Apply, OriginalSlot
 from .journal import Journal, Slot, Undoing
 
 # elements cast at once: few enough for an allocator to use their memory again
@@ -104,6 +104,12 @@ class ParameterStorage(OriginalSlot):
         elif not data.is_meta:  # which has no bits
             self._digest = content_digest(data)
             self._payloads = NanPayloads.find(data)
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Give the parameter, which is there, its value in another dtype."""
+        parameter = self.record.live()
+        assert parameter is not None
+        self.give(parameter, parameter.data.to(dtype))
 
     def is_resized(self, current: torch.Tensor) -> bool:
         """Whether others gave a value another shape; it is not counted as trained."""
@@ -204,7 +210,7 @@ class ParameterStorage(OriginalSlot):
             is_own=self.kept is None,
         )
 
-    def _current(self) -> nn.Parameter | None:
+    def current(self) -> nn.Parameter | None:
         """Return the parameter; ``None`` where it is gone, or stores its original."""
         parameter = self.record.live()
         return parameter if parameter is not None and self.converts(parameter) else None
@@ -214,7 +220,7 @@ class ParameterStorage(OriginalSlot):
 
         It is exact where nothing was trained; else the policy says what is put back.
         """
-        parameter = self._current()
+        parameter = self.current()
         if parameter is None:
             return
 
@@ -228,9 +234,10 @@ class ParameterStorage(OriginalSlot):
 
         is_resized = self.is_resized(parameter)
         if found.is_trained and not is_resized:
-            undoing.trained.append(self.record)
-            if found.is_altered:
-                undoing.altered.append(self.record)
+            if parameter.requires_grad:
+                undoing.trained.append(self.record.fqn)
+            elif found.is_altered:
+                undoing.replaced.append(self.record.fqn)
         value = found.value
         is_alone = not (self._is_shared or is_resized)
         if self.kept is not None and self._is_viewed and is_alone:
@@ -245,7 +252,7 @@ class ParameterStorage(OriginalSlot):
         Where upcasting what is put back gives the current value, that is not held. With
         it are the bits of the original that is held, where ``undo`` and others write it.
         """
-        parameter = self._current()
+        parameter = self.current()
         if parameter is None:
             return None
 
@@ -317,44 +324,40 @@ class SharedMemory(Slot):
 
 
 def store(
-    journal: Journal,
-    tree: ModelTree,
-    *,
     fqns: Sequence[str],
     refs: Sequence[TensorRef],
     dtype: torch.dtype | None,
     held: Mapping[str, bool],
-) -> None:
+) -> Apply:
     """Store parameters of one memory in another dtype, and record the original storage.
 
     The cast is by ``.data``: each parameter stays the same object.
 
     Args:
-        journal: The journal.
-        tree: The model.
         fqns: The names of the parameters.
         refs: Their places.
         dtype: The dtype; ``None`` records only.
         held: The cases in which `ParameterStorage` holds the originals.
     """
-    is_shared = len(refs) > 1
-    storages = []
-    for record, parameter in recorded(tree, fqns, refs):
-        storages.append(
-            ParameterStorage(record, parameter, is_shared=is_shared, **held)
-        )
 
-    if is_shared:
-        journal.save(SharedMemory(storages))
-    journal.save(*reversed(storages))
-    for storage in storages if dtype is not None else ():
-        current = storage.record.live()
-        assert current is not None
-        for owner, name in storage.record.refs:
-            module = owner()
-            if module is not None:
-                tree.records.mark(module).dtypes[name] = storage.dtype
-        storage.give(current, current.data.to(dtype))
+    def apply(journal: Journal, tree: ModelTree) -> None:
+        is_shared = len(refs) > 1
+        storages = []
+        for record, parameter in recorded(tree, fqns, refs):
+            storage = ParameterStorage(record, parameter, is_shared=is_shared, **held)
+            storages.append(storage)
+
+        if is_shared:
+            journal.save(SharedMemory(storages))
+        journal.save(*reversed(storages))
+        for storage in storages if dtype is not None else ():
+            for owner, name in storage.record.refs:
+                module = owner()
+                if module is not None:
+                    tree.records.mark(module).dtypes[name] = storage.dtype
+            storage.cast(dtype)
+
+    return apply
 
 
 class Copy(OriginalSlot):

@@ -201,7 +201,7 @@ class RuntimeState(OriginalSlot):
             fields.update(values)
 
     def original_quant_state(self, parameter: torch.Tensor) -> Any:
-        """The layer's 4-bit statistics from before repacking.
+        """Return the layer's 4-bit statistics from before repacking.
 
         They are for a weight that lost them when it was sharded.
         """
@@ -213,7 +213,7 @@ class RuntimeState(OriginalSlot):
 
 
 def _weakly(value: Any) -> Any:
-    """A value, held weakly if it is a large tensor.
+    """Return a value, held weakly if it is a large tensor.
 
     That is an 8-bit weight, or as large as the statistics of a 4-bit one.
     """

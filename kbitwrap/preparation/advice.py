@@ -8,19 +8,91 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import Precision, format_bytes
-from ..model.quantization import STACKS_QUANTIZED_BY, rounds_activations
+from ..edits.norms import can_rebind_forward, computes_in_float32
+from ..model.quantization import (
+    STACKS_QUANTIZED_BY,
+    is_quantized_parameter,
+    is_rewritten,
+    rounds_activations,
+)
 from ..model.roles import Role, loses_gradients, returns_float32
 from ..model.tree import ModelTree, Node
 from ..reports import first_of
 from ..tensors.bits import is_composed
-from ..tensors.dtypes import find_dtype
+from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from .casts import Casts
 from .process import mixed_precision
 
 Warnings = list[str]
+
+
+def of_unquantized(casts: Casts) -> Warnings:
+    """Say that a model is not quantized."""
+    if casts.quantization.is_quantized:
+        return []
+    return [
+        f"{type(casts.tree.model).__name__} has neither a quantization attribute nor a "
+        "quantized layer: it is frozen and cast as asked, but not checkpointed"
+    ]
+
+
+def of_upcast_before(casts: Casts) -> Warnings:
+    """Say that a model was frozen and upcast before, which its config contradicts."""
+    model = casts.tree.model
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    if not casts.quantization.is_quantized or dtype not in HALF_DTYPES:
+        return []
+    num_bytes = 0
+    for tensor in casts.base:
+        parameter = tensor.parameter
+        is_float32 = parameter.dtype == torch.float32
+        # A quantized layer rounds its bias when it runs.
+        rewrites = not is_float32 and is_rewritten(tensor.module, tensor.name)
+        if rewrites or is_quantized_parameter(parameter):
+            continue
+        is_upcast = is_float32 and not parameter.requires_grad
+        if parameter.is_floating_point() and not is_upcast:
+            return []  # nobody has prepared the model
+        num_bytes += parameter.nbytes
+    if not num_bytes:
+        return []
+    return [
+        f"{type(model).__name__} was upcast before, as "
+        "peft.prepare_model_for_kbit_training does it: its config says "
+        f"{dtype}, and all that is not quantized, {format_bytes(num_bytes)}, is frozen "
+        "and float32; nothing is left to cast, and restore() returns to this state; "
+        "prepare a model as from_pretrained returned it"
+    ]
+
+
+def of_norms(casts: Casts) -> Warnings:
+    """Name the norms whose forward cannot be replaced."""
+    found = []
+    for node in casts.norms:
+        if not (can_rebind_forward(node.module) or computes_in_float32(node.module)):
+            found.append(
+                f"{node.fqn} computes as loaded: it has buffers, as norms with "
+                "statistics do, or its forward was replaced by a function that is "
+                "not its method"
+            )
+    return found
+
+
+def of_head(casts: Casts) -> Warnings:
+    """Say that a head was asked for that cannot compute in float32."""
+    is_asked_for = casts.config.head is not None
+    can_compute = any(can_rebind_forward(node.module) for node in casts.heads)
+    if not is_asked_for or can_compute or casts.config.precision.upcasts_all:
+        return []
+    return [
+        "head='float32' changes nothing: no output head was found that is an "
+        "unquantized linear layer with a half weight and its own forward, in a model "
+        "whose quantization method permits casts"
+    ]
 
 
 def of_lost_gradients(tree: ModelTree) -> Warnings:

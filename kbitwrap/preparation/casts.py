@@ -27,8 +27,8 @@ from ..model.quantization import (
     is_rewritten,
 )
 from ..model.records import Place, TensorRef, key_of
-from ..model.roles import Role, parameter_roles
-from ..model.tree import ModelTree, NamedTensor
+from ..model.roles import Role, heads, is_norm, parameter_roles
+from ..model.tree import ModelTree, NamedTensor, Node
 from ..model.wrappers import is_sharded_tensor
 from ..tensors.bits import digest_bytes, is_composed
 from ..tensors.dtypes import HALF_DTYPES, parse_dtype
@@ -86,7 +86,7 @@ class Casts:
         return parameter_roles(self.tree, self.config.norm_modules)
 
     def role(self, tensor: NamedTensor) -> Role:
-        """The role of a parameter."""
+        """Return the role of a parameter."""
         return self.roles[id(tensor.parameter)]
 
     @functools.cached_property
@@ -138,8 +138,7 @@ class Casts:
             for tensor in tensors:
                 for module, name in self._places(tensor):
                     refs.append(TensorRef(weakref.ref(module), name))
-            chunk_bytes = self.config.head_chunk_bytes
-            apply = functools.partial(upcast_at_use, refs=refs, chunk_bytes=chunk_bytes)
+            apply = upcast_at_use(refs, self.config.head_chunk_bytes)
             fqns = tuple(tensor.fqn for tensor in tensors)
             edits.append(Edit("upcast", fqns, apply, role=role))
         return edits
@@ -175,7 +174,7 @@ class Casts:
         return found
 
     def _stored_because(self, tensor: NamedTensor) -> str:
-        """Why a half parameter is stored in float32 under ``"compute"``.
+        """Say why a half parameter is stored in float32 under ``"compute"``.
 
         The reason is empty where the parameter is upcast at use.
         """
@@ -227,7 +226,7 @@ class Casts:
         keep = key in self._stored and self.config.keep_originals
         dtype = torch.float32 if key in self._stored else None
         held = {"keep": keep, "is_rewritten": rewrites, "is_viewed": is_viewed}
-        apply = functools.partial(store, fqns=fqns, refs=refs, dtype=dtype, held=held)
+        apply = store(fqns, refs, dtype, held)
         if dtype is None:
             return Edit("record", fqns, apply, role=role, refs=refs)
         cast_bytes = sum(p.numel() for p in parameters) * dtype.itemsize
@@ -269,6 +268,34 @@ class Casts:
                 if type(value) is torch.Tensor and value.layout is torch.strided:
                     found.add(key_of(value))
         return found
+
+    @functools.cached_property
+    def norms(self) -> list[Node]:
+        """The norms that the precision computes in float32."""
+        precision = self.config.precision
+        if precision is Precision.NORMS:
+            blocks: tuple[str, ...] = ("",)
+        elif precision is Precision.ADAPTED:
+            blocks = tuple(self.tree.adapted_blocks)
+        else:
+            return []
+        halves: set[nn.Module] = set()  # which have something to cast
+        for tensor in self.castable:
+            halves.update(module for module, _ in self.tree.places(tensor))
+        found: dict[nn.Module, Node] = {}
+        for node in self.tree.base:
+            is_half = node.module in halves and node.fqn.startswith(blocks)
+            if is_half and is_norm(node.module, self.config.norm_modules):
+                found.setdefault(node.module, node)
+        return [*found.values()]
+
+    @functools.cached_property
+    def heads(self) -> list[Node]:
+        """The output heads, and trained copies of them, that compute in float32."""
+        is_asked_for = self.config.head is not None and self.quantization.casts
+        if not is_asked_for or self.config.precision.upcasts_all:
+            return []
+        return heads(self.tree)
 
     @functools.cached_property
     def cast_adapters(self) -> list[Edit]:
@@ -315,7 +342,7 @@ class Casts:
 
 
 def peak_bytes(edits: Sequence[Edit]) -> int:
-    """The most bytes live above the start, were the edits made in this order."""
+    """Return the most bytes live above the start, were the edits made in this order."""
     live = peak = 0
     for edit in edits:
         # What else is kept is a copy on the host.

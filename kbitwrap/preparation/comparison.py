@@ -68,20 +68,18 @@ def changes_of(
     before: Original,
     tree: ModelTree,
     held: Sequence[OriginalSlot] = (),
-    trainable: Collection[Any] | None = None,
 ) -> Changes:
     """Find what became of the base, in one read of each device.
 
     First what is at the places of its parameters is told from what was, then the
-    values of those that are there. Whatever changed was trained where it may be
-    trained, else it drifted.
+    values of those that are there. Whatever changed was trained where it requires grad,
+    else it drifted.
 
     Args:
         before: The record of the base.
         tree: The live model, in which the recorded parameters were found again.
         held: The slots that hold originals of parameters stored in another dtype: what
             they would put back is compared.
-        trainable: The records of what may be trained; ``None``: what may be now.
 
     Returns:
         The names, by what happened.
@@ -115,10 +113,8 @@ def changes_of(
     changed = _changed_values(before, there, held)
     for record, parameter in there.items():
         if record in changed:
-            is_trainable = parameter.requires_grad
-            if trainable is not None:
-                is_trainable = record in trainable
-            (changes.trained if is_trainable else changes.drifted).append(record.fqn)
+            names = changes.trained if parameter.requires_grad else changes.drifted
+            names.append(record.fqn)
     return changes
 
 
@@ -190,16 +186,6 @@ def _changed_values(
         if content_digest(values_of(value)) != before.digests[record]():
             changed.add(record)
     return changed
-
-
-def trainable_of(tree: ModelTree) -> set[ParameterRecord | None]:
-    """Return the records of what may be trained, also of what others put in its place."""
-    found: set[ParameterRecord | None] = set()
-    for tensor in tree.tensors:
-        if tensor.parameter.requires_grad:
-            at = tree.records.at(tensor.module, tensor.name)
-            found.add(tree.known.get(id(tensor.parameter), at))
-    return found
 
 
 def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:

@@ -85,7 +85,7 @@ _OF_AVERAGES = "expected dtype "
 def notes_on(
     error: BaseException | None, precision: Precision, *, is_suspended: bool = False
 ) -> list[str]:
-    """The way out of torch's errors about the dtypes of a prepared model.
+    """Return the way out of torch's errors about the dtypes of a prepared model.
 
     Args:
         error: What was raised.
@@ -127,7 +127,7 @@ def notes_on(
 def _outcome(
     tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None
 ) -> ShardingOutcome:
-    """The outcome of one precision under an engine.
+    """Return the outcome of one precision under an engine.
 
     Its notes name first what fails, and then what is to be minded.
     """
@@ -137,9 +137,7 @@ def _outcome(
     except UnsupportedModelError as error:
         return ShardingOutcome(False, False, False, (f"cannot be prepared: {error}",))
     is_retyped = precision.upcasts_all and plan.casts
-    restores = exports = True
-    if is_retyped and engine not in ("ddp", "zero2"):
-        restores = False
+    stays_whole = engine in ("ddp", "zero2")
     failures = [] if engine == "ddp" else _packed(tree, param_dtype)
     notes = []
     if is_retyped and param_dtype in HALF_DTYPES:
@@ -147,43 +145,41 @@ def _outcome(
             f"{dtype_name(param_dtype)} is what the engine computes in, whatever is "
             "stored: take 'norms' or 'none'"
         )
-    if is_retyped and engine in ("ddp", "zero2"):
+    if is_retyped and stays_whole:
         notes.append(
             "suspended() is refused while a trained copy (modules_to_save) is stored "
             "in float32"
         )
+    elif is_retyped:
+        notes.append(
+            "what is sharded stays float32: suspended() raises, restore() "
+            "names it, export() writes the base"
+        )
     if engine == "zero2":
         notes.append("parameters stay whole, as under DDP")
-    elif engine != "ddp":
-        if is_retyped:
+    elif engine == "fsdp1":
+        failures += _not_uniform(tree, plan)
+        notes.append("needs use_orig_params=True")
+    elif engine == "fsdp2":
+        failures += _integers(tree)
+        if precision is Precision.COMPUTE and plan.casts:
             notes.append(
-                "what is sharded stays float32: suspended() raises, restore() "
-                "names it, export() writes the base"
+                "prepare(engine='fsdp2') stores in float32 what is upcast at use "
+                "elsewhere"
             )
-        if engine == "fsdp1":
-            failures += _not_uniform(tree, plan)
-            exports = not failures
-            notes.append("needs use_orig_params=True")
-        elif engine == "fsdp2":
-            failures += _integers(tree)
-            if precision is Precision.COMPUTE and plan.casts:
-                notes.append(
-                    "prepare(engine='fsdp2') stores in float32 what is upcast at use "
-                    "elsewhere"
-                )
-            if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
-                notes.append(
-                    "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
-                )
-        if exports:
-            notes.append("export() and manifest() are called on every rank")
-    trains = not failures
-    notes = [*failures, *notes]
-    return ShardingOutcome(trains, restores and exports, exports, tuple(notes))
+        if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
+            notes.append(
+                "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
+            )
+    exports = engine != "fsdp1" or not failures
+    restores = exports and (stays_whole or not is_retyped)
+    if exports and not stays_whole:
+        notes.append("export() and manifest() are called on every rank")
+    return ShardingOutcome(not failures, restores, exports, (*failures, *notes))
 
 
 def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
-    """Why an engine's policy would spoil 4-bit weights.
+    """Say why an engine's policy would spoil 4-bit weights.
 
     Those packed in a float dtype would be cast as if they were numbers.
     """
@@ -201,7 +197,7 @@ def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
 
 
 def _integers(tree: ModelTree) -> list[str]:
-    """Why FSDP2 refuses 4-bit weights that are packed in integers."""
+    """Say why FSDP2 refuses 4-bit weights that are packed in integers."""
     if torch.__version__ >= "2.12":  # compared as versions are
         return []
     for tensor in tree.tensors:
@@ -214,7 +210,7 @@ def _integers(tree: ModelTree) -> list[str]:
 
 
 def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
-    """Why FSDP1, which lays parameters out flat, refuses those of a prepared model."""
+    """Say why FSDP1, which lays parameters out flat, refuses those of a prepared model."""
     dtypes = {id(tensor.parameter): tensor.parameter.dtype for tensor in tree.tensors}
     for edit in plan.edits:
         if edit.dtype is not None:

@@ -6,6 +6,8 @@ Read-only; works on the meta device.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +16,27 @@ from torch import nn
 
 from ..config import Precision, PrepareConfig, format_bytes
 from ..edits.base import Edit
+from ..edits.checkpointing import checkpoint
+from ..edits.flags import freeze
+from ..edits.norms import Float32Forward, can_rebind_forward, compute_in_float32
+from ..edits.stand_ins import HeadForward
+from ..edits.training import record
 from ..errors import MemoryBudgetError
-from ..model.checks import refuse_unsupported_tensors, tree_of
-from ..model.pretrained import meta_model
-from ..model.quantization import is_quantized_parameter
+from ..model.checks import (
+    refuse_transposed_scales,
+    refuse_unsupported_tensors,
+    refuse_without_backward,
+    tree_of,
+)
+from ..model.pretrained import ASSUMED, meta_model
+from ..model.quantization import has_runtime_state, is_quantized_parameter
 from ..model.roles import Role
 from ..model.tree import ModelTree, only_reading
 from ..reports import Bar, Report, few, table
 from ..tensors.bits import digest_bytes, is_dense
+from . import advice
 from .casts import Casts, peak_bytes
 from .fingerprints import sample_bytes
-from .planner import plan_edits
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +160,7 @@ class Plan(Report):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, ready for JSON.
+        """Return the plan as plain values, ready for JSON.
 
         Returns:
             Names as the attributes; each edit with its action, names, role and bytes.
@@ -279,7 +291,7 @@ def plan_as_detected(
 
 
 def signature(tree: ModelTree) -> tuple[list[Any], list[Any]]:
-    """The state that a plan depends on, to be compared: the modules, and what is in them.
+    """Return the state that a plan depends on, to be compared: the modules, and what is in them.
 
     It holds no module and no parameter, but ids, which are good while the model lives.
     """
@@ -299,11 +311,33 @@ def write_plan(casts: Casts) -> Plan:
 
     These say by which rules: the model's own detection, or PEFT's.
     """
-    quantization, config = casts.quantization, casts.config
-    warnings: list[str] = []
-    alarms: list[str] = []
-    edits = plan_edits(casts, warnings, alarms)
-    base = {id(one.parameter): one.parameter for one in casts.tree.base_tensors}
+    quantization, config, tree = casts.quantization, casts.config, casts.tree
+    layers = [node for node in tree.modules if has_runtime_state(node.module)]
+    refuse_without_backward(tree, layers)
+    refuse_transposed_scales(layers)
+    freezes = freeze(is_frozen=config.freeze, freeze_adapters=casts.freeze_adapters)
+    # in the order in which they are applied
+    edits = (
+        Edit("record", tuple(node.fqn for node in layers), record),
+        Edit("freeze", tuple(tensor.fqn for tensor in casts.base), freezes),
+        *casts.stores,
+        *casts.upcasts,
+        *edits_of_adapters(casts, casts),
+        checkpoint(tree, config, quantization),
+    )
+    upcast_before = advice.of_upcast_before(casts)
+    lost = [*advice.of_head(casts), *advice.of_lost_gradients(tree)]
+    warnings = (
+        *advice.of_unquantized(casts),
+        *upcast_before,
+        *advice.of_norms(casts),
+        *lost,
+        *advice.of_adapters(casts),
+        *advice.of_unquantized_stacks(casts),
+        *advice.of_precision(casts),
+        *vars(tree.model).get(ASSUMED, ()),
+    )
+    base = {id(one.parameter): one.parameter for one in tree.base_tensors}
     audited = [0]  # the bytes that a digest of a parameter holds
     for parameter in base.values() if config.audit else ():
         if not is_quantized_parameter(parameter) and is_dense(parameter):
@@ -311,16 +345,42 @@ def write_plan(casts: Casts) -> Plan:
     return Plan(
         config=config,
         quantization=quantization.method,
-        edits=tuple(edits),
+        edits=edits,
         by_role=casts.by_role(),
         added_bytes=sum(edit.added_bytes for edit in edits),
         peak_bytes=max(peak_bytes(edits), *audited),
         # of the half originals that PEFT's way frees, and an allocator keeps
         cache_bytes=sum(tensor.parameter.nbytes for tensor in casts.castable),
         record_bytes=sum(edit.record_bytes for edit in edits),
-        warnings=tuple(warnings),
-        alarms=tuple(alarms),
+        warnings=warnings,
+        # PEFT's function may be called on what it prepared.
+        alarms=(*lost, *(() if casts.freeze_adapters else upcast_before)),
         is_quantized=quantization.is_quantized,
         casts=quantization.casts,
         sample_bytes=sum(map(sample_bytes, base.values())),
     )
+
+
+def edits_of_adapters(casts: Casts, around: Casts) -> list[Edit]:
+    """Return the edits that depend on adapters, which may be made later.
+
+    A forward that was replaced already is left alone.
+
+    Args:
+        casts: The casts of the model.
+        around: Those of what was made of it: adapters of prompt learning lie outside.
+    """
+    chunk_bytes = casts.config.head_chunk_bytes
+    of_heads = functools.partial(HeadForward, chunk_bytes=chunk_bytes)
+    edits = []
+    for role, nodes, forward in (
+        (Role.NORM, casts.norms, Float32Forward),
+        (Role.OUTPUT_EMBEDDINGS, casts.heads, of_heads),
+    ):
+        found = [node for node in nodes if can_rebind_forward(node.module)]
+        if found:
+            fqns = tuple(node.fqn for node in found)
+            modules = [weakref.ref(node.module) for node in found]
+            apply = compute_in_float32(modules, forward)
+            edits.append(Edit("compute", fqns, apply, role=role))
+    return [*edits, *around.cast_adapters]

@@ -22,7 +22,7 @@ from ..edits.storage import Copy, ParameterStorage
 from ..edits.training import AcceleratePreparation, follow_train_mode
 from ..errors import ConfigError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import refuse_flat, refuse_sharded_since, tree_of
-from ..model.records import ParameterRecord, TensorRef
+from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, only_reading
 from ..model.wrappers import is_sharded_tensor
 from ..reports import LifecycleState, RestoreReport, StateDiff
@@ -35,13 +35,11 @@ from .comparison import (
     changes_of,
     diff,
     others_in,
-    trainable_of,
 )
 from .copies import copies_of, half_copies
 from .engines import notes_on
 from .finding import find_again
-from .plan import Plan
-from .planner import edits_of_adapters
+from .plan import Plan, edits_of_adapters
 from .process import (
     LARGE_BLOCK_BYTES,
     bar,
@@ -75,9 +73,7 @@ class Preparation:
         self.journal = Journal()
         # The plans applied, one on top of the other.
         self.plans: list[Plan] = []
-        # What restores found that failed, and are made again: the base parameters that
-        # they made trainable, and what was undone.
-        self._turned_on: list[TensorRef] = []
+        # What restores found that failed, and are made again.
         self._undone = Undoing()
 
     @property
@@ -147,7 +143,7 @@ class Preparation:
             found = list(plan.edits)
             if not self.journal.slots:
                 lay_as_stored(tree)
-                found.insert(0, self._hold())
+                found.insert(0, hold(self.holder()))
                 self.before = Original(tree, audit=config.audit)
             if any(edit.action == "store" for edit in found):
                 found.append(Edit("warn", ("",), warn_of_saving))
@@ -186,10 +182,6 @@ class Preparation:
                 self.release()
             raise
 
-    def _hold(self) -> Edit:
-        """Make the edit by which the model keeps its wrapper alive."""
-        return Edit("hold", ("",), functools.partial(hold, wrapper=self.holder()))
-
     def release(self) -> None:
         """Be found no more by the model, in which nothing is left to undo."""
         _in_force.pop(id(self), None)
@@ -210,7 +202,7 @@ class Preparation:
             # Those of prompt learning lie outside of the prepared model.
             whole = ModelTree(peft_model, self.before.records)
             around = Casts(whole, self.plan.config, tree.quantization)
-            edits = edits_of_adapters(casts, around, [], [])
+            edits = edits_of_adapters(casts, around)
             told = self.plan.warnings
             found = advice.of_adapters(casts)
             new = [warning for warning in found if warning not in told]
@@ -298,7 +290,7 @@ class Preparation:
             # sits in.
             follow_train_mode(way_back, tree)
             if is_held:
-                self._hold().apply(way_back, tree)
+                hold(self.holder()).apply(way_back, tree)
 
     def _upcast_copies(self) -> None:
         """Store copies in float32 that were made of base modules while suspended.
@@ -346,29 +338,34 @@ class Preparation:
         with plain_mode():
             tree = self.tree()
             refuse_flat(tree)
-            changed: set[str] = set()
-            if trained == "error":
-                changes = self.changes(tree)
-                changed.update(changes.trained, changes.drifted)
+            changes = self.changes(tree)
+            changed = {*changes.trained, *changes.drifted}
+            # What is stored upcast is told by its own slot, which has the original.
+            stored = [
+                one
+                for one in self.journal.of(ParameterStorage)
+                if one.current() is not None
+            ]
+            told = {one.record.fqn for one in stored}
+            changes.trained = [fqn for fqn in changes.trained if fqn not in told]
+            changes.drifted = [fqn for fqn in changes.drifted if fqn not in told]
             # Some stayed in the journal where they were an error.
             copies = [*self.journal.of(Copy), *self.copies(tree)]
             with only_reading():
-                trainable = trainable_of(tree)
-                turned_on = self._turned_on + self.before.turned_on(tree)
+                self._undone.turned_on += self.before.turned_on(tree)
         undoing = dataclasses.replace(self._undone, policy=trained, changed=changed)
         ours = {one.record for one in self.journal.of(OriginalSlot)}
 
         def restore() -> RestoreReport:
             with plain_mode():
-                self._turned_on = turned_on
                 # What cannot be undone stays in the journal, for another restore.
                 self.journal.save(*[c for c in copies if c not in self.journal.slots])
                 self._undo(tree, undoing)
-                report = self._report(tree, undoing, trainable, copies, ours)
+                report = self._report(tree, undoing, changes, copies, ours)
                 self.release()
                 if self.plan.config.empty_cache:
                     empty_cache()
-            warn_of_training_on(tree.model, turned_on)
+            warn_of_training_on(tree.model, undoing.turned_on)
             return report
 
         return restore
@@ -379,8 +376,6 @@ class Preparation:
         show = functools.partial(bar, what="restore", is_shown=is_shown)
         failures: dict[str, Exception] = {}
         for slot, error in self.journal.undo(tree, undoing, since=1, show=show):
-            if not isinstance(error, Exception):
-                raise error
             record: ParameterRecord | None = getattr(slot, "record", None)
             failures[type(slot).__name__ if record is None else record.fqn] = error
         if failures:
@@ -402,14 +397,13 @@ class Preparation:
         self,
         tree: ModelTree,
         undoing: Undoing,
-        trainable: set[ParameterRecord | None],
+        changes: Changes,
         copies: list[Copy],
         ours: set[ParameterRecord],
     ) -> RestoreReport:
         """Compare the model, of which all was undone, with what was there before."""
         kept_dtype = undoing.kept_dtype
         with only_reading():
-            changes = changes_of(self.before, tree, trainable=trainable)
             replaced, foreign = others_in(self.before, tree, kept_dtype)
             buffers = changed_buffers(self.before, tree)
         trained: list[str] = []
@@ -424,13 +418,8 @@ class Preparation:
         trained += changes.trained
         replaced += [fqn for fqn in changes.replaced if fqn in self.before.base]
         replaced += changes.drifted
-        # What was stored upcast is told by its own slot, which had the original.
-        for record in undoing.trained:
-            if record in trainable:
-                trained.append(record.fqn)
-            elif record in undoing.altered:
-                replaced.append(record.fqn)
-        trained += buffers
+        replaced += undoing.replaced
+        trained += [*undoing.trained, *buffers]
 
         kept = [record.fqn for record in kept_dtype]
         for tensor in tree.tensors:  # what is sharded keeps its dtype, in copies too
@@ -477,7 +466,7 @@ def _refuse_to_adopt(peft_model: nn.Module, tree: ModelTree) -> None:
 
 
 def _all_in_force() -> list[tuple[Preparation, ModelTree]]:
-    """The preparations in force, each with a walk of its model."""
+    """Return the preparations in force, each with a walk of its model."""
     # Listed in one step: other threads may begin and end some meanwhile.
     found = [reference() for reference in _in_force.valuerefs()]
     models = [(one, one.before.model()) for one in found if one is not None]

@@ -28,7 +28,7 @@ LARGE_BLOCK_BYTES = 10 << 20
 
 @contextlib.contextmanager
 def plain_mode() -> Iterator[None]:
-    """A context without autograd, autocast and inference mode.
+    """Return a context without autograd, autocast and inference mode.
 
     A tensor made in inference mode could never be trained with again.
     """
@@ -40,12 +40,12 @@ def plain_mode() -> Iterator[None]:
 
 
 def devices_of(tree: ModelTree) -> set[torch.device]:
-    """The accelerators that a model's parameters lie on."""
+    """Return the accelerators that a model's parameters lie on."""
     return accelerators([tensor.parameter for tensor in tree.tensors])
 
 
 def devices(tree: ModelTree) -> dict[str, Any]:
-    """The number of processes that train together, and of devices that this one sees.
+    """Return the number of processes that train together, and of devices that this one sees.
 
     Those that the model uses count as one.
 
@@ -65,7 +65,7 @@ def devices(tree: ModelTree) -> dict[str, Any]:
 
 
 def bar(items: Sequence[Any], what: str, *, is_shown: bool) -> Iterable[Any]:
-    """The items, with a progress bar on standard error where one is to be shown.
+    """Return the items, with a progress bar on standard error where one is to be shown.
 
     Else none is made: a bar of tqdm starts a thread that stays, shown or not.
     """
@@ -138,7 +138,7 @@ _HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
-    """The mixed-precision policy that is known yet.
+    """Return the mixed-precision policy that is known yet.
 
     It is accelerate's, its launcher's, or an autocast that is on, in this order.
     """

@@ -216,10 +216,10 @@ def values_of_module(module: nn.Module) -> Values:
     """Return the attributes that a preparation sets on a module."""
     fields = vars(module)
     forward = fields.get(forward_slot(module))
-    upcast = [n for n in module._parameters if isinstance(fields.get(n), UpcastTensor)]
+    held = [(name, fields[name]) for name in module._parameters if name in fields]
     values = {
         "forward": forward if isinstance(forward, Float32Forward) else None,
-        "upcast": set(upcast),
+        "upcast": {name for name, value in held if isinstance(value, UpcastTensor)},
         HOOKS: bool(input_gradient_hooks(module)),
     }
     for name in CHECKPOINTING_ATTRIBUTES:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kbitwrap import EditError
-from kbitwrap.edits.journal import MISSING, Journal, Slot, Undoing
+from kbitwrap.edits.journal import MISSING, Journal, Slot, Undoing, finish
 
 START = {"a": 0, "b": 0, "c": 0, "d": 0}
 
@@ -254,9 +254,11 @@ def test_a_suspension_that_fails_is_taken_back(key: str, phase: str, error: Base
     journal = Journal()
     journal.apply(edits(state, log, **{key: {phase: error}}), LOOK)
     prepared = dict(state)
+    way_back = Journal()
     with pytest.raises(type(error)) as caught:
-        journal.suspend(LOOK, Journal())
+        journal.suspend(LOOK, way_back)
     assert caught.value is error
+    way_back.resume(LOOK)
     assert state == prepared
     assert len(journal.slots) == len(START)
 
@@ -306,13 +308,24 @@ def test_a_change_that_failed_is_undone_before_the_older_ones_again() -> None:
     assert journal.slots == []
 
 
-def test_an_interrupted_undo_is_repeated_before_the_interrupt_is_raised() -> None:
+def test_an_undo_that_is_interrupted_is_finished_before_the_interrupt_is_raised() -> None:
     state, log = dict(START), []
     journal = Journal()
     interrupt = KeyboardInterrupt()
     journal.apply(edits(state, log, b={"undo": interrupt}), LOOK)
-    assert [error for _, error in journal.undo(LOOK)] == [interrupt, interrupt]
-    assert state == START | {"b": 2}
+    fails = journal.slots[1].edit.fails  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        try:
+            journal.undo(LOOK)
+        finally:
+            fails.clear()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        finish(undo)
+    assert caught.value is interrupt
+    assert state == START
+    assert journal.slots == []
 
 
 def test_undo_can_keep_the_oldest_changes() -> None:
