@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .fakes import tensors_in
-from .ledger import BACKWARD, Ledger, Mark, Measure, Run, Times, in_bytes
+from .ledger import BACKWARD, Ledger, Measure, Position, Run, Times, in_bytes
 from .tracker import Watch
 
 T = TypeVar("T")
@@ -32,14 +32,13 @@ _PLACE = re.compile(r"(^|_)(idx|index|id|number|layer)$")
 # A setting that lists blocks by number: what a model does with them is not in them.
 _NUMBERS = re.compile(r"_(indexes|indices)$")
 # Values of settings that are compared; of others, the classes are.
-_PLAIN = (
-    bool,
-    int,
-    float,
-    str,
-    torch.dtype,
-    type(None),
-)
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+# blocks of each kind that are kept: the first and the last, and those between
+_ENDS, _INNER = 2, 2
+
+
+class NotRepeatedError(Exception):
+    """The blocks of a kind do not all do the same, or not one after the other: all have to be run."""
 
 
 class Part(NamedTuple):
@@ -54,27 +53,18 @@ class Part(NamedTuple):
     number: int
 
 
-class NotRepeatedError(Exception):
-    """The blocks of a kind do not all do the same, or not one after the other: all have to be run."""
-
-
-# blocks of each kind that are kept: the first and the last, and those between
-_ENDS, _INNER = 2, 2
-
-
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two kept blocks of a kind that must do the same.
 
     Attributes:
         one: The second block of the kind, which stands for those that are left out.
         other: The third.
-        count: How many blocks of the whole model the one stands for, itself included.
+        num_blocks: How many blocks of the whole model the one stands for, itself included.
     """
 
     one: Part
     other: Part
-    count: int
+    num_blocks: int
 
 
 @dataclass
@@ -101,14 +91,7 @@ class Stack:
         return len(self.kept) < len(self.kinds)
 
     def part(self, index: int) -> Part:
-        """The kept block that stands for a block of the whole model.
-
-        Args:
-            index: The number of the block in the whole model.
-
-        Returns:
-            The block itself, or the second of its kind.
-        """
+        """Return the kept block that stands for one of the whole model: itself, or the second of its kind."""
         if index not in self.kept:
             index = self._kept_of(self.kinds[index])[1]
         return Part(self.number, index)
@@ -116,83 +99,50 @@ class Stack:
     def _kept_of(self, kind: int) -> list[int]:
         return [index for index in self.kept if self.kinds[index] == kind]
 
-    def pairs(self, wanted: list[int]) -> list[Pair]:
-        """The two kept blocks between the ends of each kind.
+    def pairs(self, wanted: list[int]) -> Iterator[Pair]:
+        """Yield the two kept blocks between the ends of each kind of which blocks may be left out.
 
         Args:
             wanted: The blocks of the model whose step is told.
-
-        Returns:
-            A pair for each kind of which blocks may be left out.
         """
-        kinds = [self.kinds[index] for index in wanted]
-        pairs = []
-        for kind in dict.fromkeys(kinds):
+        counts = Counter(self.kinds[index] for index in wanted)
+        for kind, count in counts.items():
             kept = self._kept_of(kind)
             if len(kept) > _ENDS + 1:
-                one = Part(self.number, kept[1])
-                other = Part(self.number, kept[2])
-                pairs.append(Pair(one, other, kinds.count(kind) - _ENDS))
-        return pairs
+                one, other = (Part(self.number, index) for index in kept[1:3])
+                yield Pair(one, other, count - _ENDS)
 
-    def fewest(self, num_inner: int) -> list[int]:
-        """The numbers of the blocks to keep.
+    def keep(self, num_inner: int) -> None:
+        """Leave out blocks: number the others from 0, and make the config one of so many.
 
         Args:
             num_inner: How many between the first and the last of each kind are kept.
-
-        Returns:
-            The numbers in the whole model, in order.
         """
-        by_kind: dict[int, list[int]] = {}
-        for index, kind in enumerate(self.kinds):
-            by_kind.setdefault(kind, []).append(index)
-        found: set[int] = set()
-        for indices in by_kind.values():
-            found.update(indices[: num_inner + 1], indices[-1:])
-        return sorted(found)
-
-    def keep(self, wanted: list[int]) -> None:
-        """Make a smaller model of the wanted blocks: number them from 0, and make the config one of so many.
-
-        Args:
-            wanted: The numbers in the whole model of blocks that are kept so far.
-        """
-        if wanted == self.kept:
+        wanted: set[int] = set()
+        for kind in set(self.kinds):
+            kept = self._kept_of(kind)
+            wanted.update(kept[: num_inner + 1], kept[-1:])
+        places = [self.kept.index(index) for index in sorted(wanted)]
+        if len(places) == len(self.kept):
             return
-        places = [self.kept.index(index) for index in wanted]
         blocks = [self.blocks[place] for place in places]
         for number, block in enumerate(blocks):
-            _renumber(block, places[number], number)
+            for module in block.modules():
+                fields = vars(module)
+                for name, value in fields.items():
+                    is_place = _PLACE.search(name) and type(value) is int
+                    if is_place and value == places[number]:
+                        fields[name] = number
         # A module without a config has none, and a config may be a plain dict.
-        fields = getattr(self.config, "__dict__", {})
-        _shorten(fields, len(self.blocks), places)
+        settings = getattr(self.config, "__dict__", {})
+        num_blocks = len(self.blocks)
+        for name, value in settings.items():
+            if isinstance(value, (list, tuple)) and len(value) == num_blocks:
+                settings[name] = type(value)(value[place] for place in places)
+            elif "layer" in name and type(value) is int and value == num_blocks:
+                settings[name] = len(places)
         self.blocks._modules = {str(n): block for n, block in enumerate(blocks)}
-        self.kept = wanted
-
-
-def _renumber(block: nn.Module, old: int, new: int) -> None:
-    """Give a block another place in its stack."""
-    for module in block.modules():
-        fields = vars(module)
-        for name, value in fields.items():
-            if _PLACE.search(name) and type(value) is int and value == old:
-                fields[name] = new
-
-
-def _shorten(fields: dict[str, Any], num_blocks: int, places: list[int]) -> None:
-    """Make a config that tells of all blocks tell of some of them.
-
-    Args:
-        fields: The fields of the config; changed in place.
-        num_blocks: How many it tells of.
-        places: The places of those that it is to tell of.
-    """
-    for name, value in fields.items():
-        if isinstance(value, (list, tuple)) and len(value) == num_blocks:
-            fields[name] = type(value)(value[place] for place in places)
-        elif "layer" in name and type(value) is int and value == num_blocks:
-            fields[name] = len(places)
+        self.kept = sorted(wanted)
 
 
 class Blocks:
@@ -209,32 +159,21 @@ class Blocks:
 
     def __init__(self, model: nn.Module, *, is_exact: bool) -> None:
         found = list(_outermost(model, None))
-        holders = _holders([blocks for blocks, *_ in found])
+        holders = _holders(blocks for blocks, *_ in found)
         self.stacks = []
         for number, (blocks, config, holder) in enumerate(found):
+            indices = list(range(len(blocks)))
             kinds = _kinds(blocks, holders)
             if _is_numbered(len(blocks), config, holder):
-                kinds = list(range(len(blocks)))
-            stack = Stack(
-                number,
-                blocks,
-                config,
-                kinds,
-                list(range(len(kinds))),
-            )
-            self.stacks.append(stack)
+                kinds = indices
+            self.stacks.append(Stack(number, blocks, config, kinds, indices))
         self.is_tried = False
         if not is_exact:
-            self.keep(_INNER + 1)
-        self._owners: dict[int, Part] = {}
-        self.own()
+            self._keep(_INNER + 1)
 
-    def own(self) -> None:
-        """Note the modules in each block that is kept; again after blocks were given more."""
+    def _keep(self, num_inner: int) -> None:
         for stack in self.stacks:
-            for index, block in zip(stack.kept, stack.blocks, strict=True):
-                for module in block.modules():
-                    self._owners[id(module)] = Part(stack.number, index)
+            stack.keep(num_inner)
 
     def are_alike(self, model: nn.Module) -> bool:
         """Whether the blocks of each kind are still of one kind, after they were given more.
@@ -253,11 +192,6 @@ class Blocks:
                 return False
         return True
 
-    def keep(self, num_inner: int) -> None:
-        """Keep so many blocks of each kind, between the first and the last."""
-        for stack in self.stacks:
-            stack.keep(stack.fewest(num_inner))
-
     @property
     def is_cut(self) -> bool:
         """Whether blocks are left out."""
@@ -273,12 +207,21 @@ class Blocks:
         """The number of the blocks of the whole model."""
         return sum(len(stack.kinds) for stack in self.stacks)
 
-    def owner(self, module: nn.Module) -> Part | None:
-        """The block that a module lies in, or ``None`` outside of all."""
-        return self._owners.get(id(module))
+    def _parts(self) -> Iterator[tuple[nn.Module, Part]]:
+        """Yield the kept blocks."""
+        for stack in self.stacks:
+            for index, block in zip(stack.kept, stack.blocks, strict=True):
+                yield block, Part(stack.number, index)
+
+    def owners(self) -> dict[int, Part]:
+        """Return the block that each module in a block lies in, by the id of the module."""
+        found: dict[int, Part] = {}
+        for block, part in self._parts():
+            found |= dict.fromkeys(map(id, block.modules()), part)
+        return found
 
     def whole(self, by_part: Mapping[Part | None, T]) -> Iterator[T]:
-        """One value for each block of the whole model, from those of the kept blocks.
+        """Yield one value for each block of the whole model, from those of the kept blocks.
 
         Args:
             by_part: The values by block; that of ``None`` is the value of what lies in
@@ -288,13 +231,12 @@ class Blocks:
             The value of ``None`` first, then those of the blocks; of a block that has
             none, nothing.
         """
-        if None in by_part:
-            yield by_part[None]
+        parts: list[Part | None] = [None]
         for stack in self.stacks:
-            for index in range(len(stack.kinds)):
-                part = stack.part(index)
-                if part in by_part:
-                    yield by_part[part]
+            parts += map(stack.part, range(len(stack.kinds)))
+        for part in parts:
+            if part in by_part:
+                yield by_part[part]
 
     @contextlib.contextmanager
     def announced(self, watch: Watch) -> Iterator[None]:
@@ -306,17 +248,28 @@ class Blocks:
         Yields:
             Nothing.
         """
-        hooks = []
-        for stack in self.stacks:
-            for index, block in zip(stack.kept, stack.blocks, strict=True):
-                part = Part(stack.number, index)
-                is_first = index == stack.kept[0]
-                hooks += _announce(block, watch, part, is_first)
-        try:
+        with contextlib.ExitStack() as hooks:
+            for block, part in self._parts():
+                for hook in self._announce(block, watch, part):
+                    hooks.callback(hook.remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    def _announce(self, block: nn.Module, watch: Watch, part: Part) -> list[Any]:
+        is_first = part.number == self.stacks[part.stack].kept[0]
+
+        def begin(*_: Any) -> None:
+            watch.enter_part(part, is_first=is_first)
+
+        def follow(module: nn.Module, args: Any, output: Any) -> None:
+            for value in tensors_in(output):
+                if value.grad_fn is not None:
+                    value.grad_fn.register_prehook(begin)
+                    return
+
+        return [
+            block.register_forward_pre_hook(begin),
+            block.register_forward_hook(follow),
+        ]
 
     def whole_step(self, ledger: Ledger, measure: Measure) -> list[Run]:
         """Tell the step of the whole model.
@@ -345,7 +298,7 @@ class Blocks:
             NotRepeatedError: Something grows with the number of blocks that is in none.
         """
         wanted = [stack.kept for stack in self.stacks]
-        self.keep(_INNER)
+        self._keep(_INNER)
         ledger = run()
         told = [_effect(run) for run in self._step_of(wanted, ledger, in_bytes)]
         if told != [_effect(run) for run in with_more.runs()]:
@@ -356,7 +309,7 @@ class Blocks:
     def _step_of(
         self, wanted: list[list[int]], ledger: Ledger, measure: Measure
     ) -> list[Run]:
-        """The runs of the step of a model with other blocks than those that were run.
+        """Tell the runs of the step of a model with other blocks than those that were run.
 
         Args:
             wanted: The blocks of each stack, by their numbers in the whole model.
@@ -374,42 +327,42 @@ class Blocks:
             if stack.is_cut:
                 pairs += stack.pairs(wanted[stack.number])
         runs = ledger.runs(measure, _times(ledger, pairs))
-        by_mark = _once_each(runs, pairs)
+        by_position = _once_each(runs, pairs)
         result: list[Run] = []
         seen = set()
-        for place, group in itertools.groupby(runs, self._place):
-            if not isinstance(place.part, int):
+        for pass_, group in itertools.groupby(runs, self._pass_of):
+            if pass_ is None:
                 result += group
                 continue
-            if place in seen:
+            if pass_ in seen:
                 raise NotRepeatedError("something else runs between the blocks")
-            seen.add(place)
-            stack = self.stacks[place.part]
-            parts = [stack.part(index) for index in wanted[stack.number]]
-            if place.phase == BACKWARD:
+            seen.add(pass_)
+            phase, number, turn = pass_
+            parts = [self.stacks[number].part(index) for index in wanted[number]]
+            if phase == BACKWARD:
                 parts.reverse()
             for part in parts:
-                mark = Mark(place.phase, part, place.turn)
-                if mark in by_mark:
-                    result.append(by_mark[mark])
+                position = Position(phase, part, turn)
+                if position in by_position:
+                    result.append(by_position[position])
         return result
 
-    def _place(self, run: Run) -> Mark:
-        """The phase of a run, and the number of the stack whose blocks repeat it; ``None`` for what none does."""
+    def _pass_of(self, run: Run) -> tuple[str, int, int] | None:
+        """Return the pass through a cut stack that a run is in: phase, stack and turn; ``None`` for what is in none."""
         phase, part, turn = run.mark
         if isinstance(part, Part) and self.stacks[part.stack].is_cut:
-            return Mark(phase, part.stack, turn)
-        return Mark(phase)
+            return phase, part.stack, turn
+        return None
 
 
 def _times(ledger: Ledger, pairs: list[Pair]) -> Times:
-    """How often a run frees what a block made, where it frees that of all blocks of the kind.
+    """Count how often a run frees what a block made, where it frees that of all blocks of the kind.
 
     Blocks free what they made themselves, or what the one before them made. A run that
-    frees what both blocks of a pair made, and is neither's, frees it for all that they
-    stand for.
+    is in neither block of a pair, and frees what both made, frees as much for each block
+    that they stand for.
     """
-    times: dict[tuple[Mark, Mark], int] = {}
+    times: dict[tuple[Position, Position], int] = {}
     for span in ledger.spans:
         freed = {storage.origin for storage, is_made in span.events if not is_made}
         for pair in pairs:
@@ -418,51 +371,50 @@ def _times(ledger: Ledger, pairs: list[Pair]) -> Times:
             for origin in freed:
                 other = origin._replace(part=pair.other)
                 if origin.part == pair.one and other in freed:
-                    times[span.mark, origin] = pair.count - 1
+                    times[span.mark, origin] = pair.num_blocks - 1
     return times
 
 
-def _once_each(runs: list[Run], pairs: list[Pair]) -> dict[Mark, Run]:
-    """Find the runs by their marks.
+def _once_each(runs: list[Run], pairs: list[Pair]) -> dict[Position, Run]:
+    """Find the runs by their positions.
 
     Args:
         runs: The runs of the kept blocks.
         pairs: The blocks that must do the same.
 
     Returns:
-        The first run of each mark.
+        The first run of each position.
 
     Raises:
         NotRepeatedError: A block runs more than once, or does not do what the other of its
             pair does.
     """
-    by_mark: dict[Mark, Run] = {}
+    by_position: dict[Position, Run] = {}
     for run in runs:
-        if run.mark in by_mark and run.mark.part is not None:
+        if run.mark in by_position and run.mark.part is not None:
             raise NotRepeatedError(f"{run.mark} more than once")
-        by_mark.setdefault(run.mark, run)
-    passes = dict.fromkeys((mark.phase, mark.turn) for mark in by_mark)
+        by_position.setdefault(run.mark, run)
+    passes = dict.fromkeys(position._replace(part=None) for position in by_position)
     for pair in pairs:
-        for phase, turn in passes:
-            one = by_mark.get(Mark(phase, pair.one, turn))
-            other = by_mark.get(Mark(phase, pair.other, turn))
+        for one_pass in passes:
+            one = by_position.get(one_pass._replace(part=pair.one))
+            other = by_position.get(one_pass._replace(part=pair.other))
             if _effect(one) != _effect(other):
-                raise NotRepeatedError(f"two blocks of one kind differ in {phase}")
-    return by_mark
+                raise NotRepeatedError(
+                    f"two blocks of one kind differ in {one_pass.phase}"
+                )
+    return by_position
 
 
 def _effect(run: Run | None) -> Any:
-    """The effect of a run on memory.
-
-    Runs that do the same have equal ones, and those of blocks that do not run.
-    """
+    """Return the effect of a run on memory, which is equal for runs that do the same."""
     return None if run is None else (run.mark.phase, run.net, run.at_peak)
 
 
 def _outermost(
     module: nn.Module, config: Any
 ) -> Iterator[tuple[nn.ModuleList, Any, nn.Module]]:
-    """The lists of modules that lie in no other, each with the config of the module around it, and that module."""
+    """Yield the lists of modules that lie in no other, each with the config around it, and the module that holds it."""
     config = getattr(module, "config", config)
     for child in module.children():
         if isinstance(child, nn.ModuleList) and len(child) > 1:
@@ -479,22 +431,20 @@ def _is_numbered(num_blocks: int, config: Any, holder: nn.Module) -> bool:
         config: The config around it.
         holder: The module that runs it.
     """
-    settings = dict(vars(holder))
+    values = list(vars(holder).values())
     for name, value in getattr(config, "__dict__", {}).items():
         if _NUMBERS.search(name):
-            settings[name] = value
-    return any(_are_numbers(value, num_blocks) for value in settings.values())
-
-
-def _are_numbers(value: Any, num_blocks: int) -> bool:
-    """Whether a setting lists some blocks of a stack by their numbers."""
-    if not isinstance(value, (list, tuple)) or not 0 < len(value) < num_blocks:
-        return False
-    return all(type(one) is int and 0 <= one < num_blocks for one in value)
+            values.append(value)
+    lists = [value for value in values if isinstance(value, (list, tuple))]
+    for numbers in lists:
+        are_numbers = all(type(n) is int and 0 <= n < num_blocks for n in numbers)
+        if are_numbers and 0 < len(numbers) < num_blocks:
+            return True
+    return False
 
 
 def _holders(lists: Iterable[nn.ModuleList]) -> Counter[int]:
-    """The number of blocks that each parameter lies in, by its id.
+    """Count the blocks that each parameter lies in, by its id.
 
     No other block does what one does that shares parameters: they are held, and get a
     gradient, once.
@@ -524,49 +474,26 @@ def _kinds(blocks: nn.ModuleList, holders: Mapping[int, int]) -> list[int]:
         # Gradients flow no further back than the first parameter that is trained.
         is_trained = is_trained or any(one.requires_grad for one in parameters)
         is_shared = any(holders[id(one)] > 1 for one in parameters)
-        kind = (
-            is_trained,
-            index if is_shared else None,
-            _signature(block),
-        )
+        kind = is_trained, index if is_shared else None, _signature(block)
         kinds.append(numbers.setdefault(kind, len(numbers)))
     return kinds
 
 
 def _signature(module: nn.Module) -> Hashable:
-    """A block's classes, settings, and shapes and dtypes of tensors: alike in blocks that do the same."""
-    settings: list[Hashable] = []
+    """Return a block's classes, settings, and shapes and dtypes of tensors: alike in blocks that do the same."""
+    settings: list[Any] = [
+        type(module),
+        len(module._forward_hooks),
+        len(module._forward_pre_hooks),
+    ]
     for name, value in vars(module).items():
         if not name.startswith("_") and not _PLACE.search(name):
             is_plain = isinstance(value, _PLAIN)
             settings.append((name, value if is_plain else type(value)))
-    stored = {**module._parameters, **module._buffers}
-    tensors: list[Hashable] = []
-    for name, one in stored.items():
+    for name, one in {**module._parameters, **module._buffers}.items():
         if one is not None:
-            shape = tuple(one.shape)
-            tensors.append((name, type(one), shape, one.dtype, one.requires_grad))
-    children: list[Hashable] = []
+            kind = type(one), one.shape, one.dtype, one.requires_grad
+            settings.append((name, kind))
     for name, child in module.named_children():
-        children.append((name, _signature(child)))
-    return (
-        type(module),
-        tuple(settings),
-        tuple(tensors),
-        len(module._forward_hooks),
-        len(module._forward_pre_hooks),
-        tuple(children),
-    )
-
-
-def _announce(block: nn.Module, watch: Watch, part: Part, is_first: bool) -> list[Any]:
-    def begin(*_: Any) -> None:
-        watch.enter_part(part, is_first=is_first)
-
-    def follow(module: nn.Module, args: Any, output: Any) -> None:
-        for value in tensors_in(output):
-            if value.grad_fn is not None:
-                value.grad_fn.register_prehook(begin)
-                return
-
-    return [block.register_forward_pre_hook(begin), block.register_forward_hook(follow)]
+        settings.append((name, _signature(child)))
+    return tuple(settings)

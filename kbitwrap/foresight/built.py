@@ -1,4 +1,4 @@
-"""A trainer that was built already: what it says of its step, and what of it goes over to one without values."""
+"""Reads a trainer that was built, and copies its data and collator to the simulated one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _REFERENCE = "ref"  # TRL's name of the adapter that it copies for a reference
 
 
 def is_trainer(source: Any) -> bool:
-    """Whether something is a trainer of transformers, or one derived from it."""
+    """Return whether something is a trainer of transformers, or one derived from it."""
     module: Any = sys.modules.get("transformers.trainer")
     return module is not None and isinstance(source, module.Trainer)
 
 
-class Built:
+class BuiltTrainer:
     """A trainer that was built, and the longest rows of its data.
 
     Args:
@@ -53,7 +53,11 @@ class Built:
             raise ConfigError(
                 "optimizer: one that was made before the trainer is not predicted: name it in args.optim"
             )
-        rows = self._read() if trainer.train_dataset is not None else []
+        rows: list[Any] = []
+        if trainer.train_dataset is not None:
+            rows = list(itertools.islice(trainer.train_dataset, MOST_ROWS))
+        if not all(map(_num_tokens, rows)):
+            rows = []  # some do not tell their length
         rows.sort(key=_num_tokens, reverse=True)
         self._rows = rows
         self.seq_len: int | None = None
@@ -62,14 +66,9 @@ class Built:
             most = getattr(trainer.data_collator, "max_length", None)
             self.seq_len = min(longest, most or longest)
 
-    def _read(self) -> list[Any]:
-        """The rows that tell their length; none where one does not."""
-        rows = list(itertools.islice(self._trainer.train_dataset, MOST_ROWS))
-        return rows if all(map(_num_tokens, rows)) else []
-
     @property
     def note(self) -> str:
-        """The note on the rows of the step."""
+        """Return the note on the rows of the step."""
         if not self._rows:
             return ""
         return (
@@ -78,7 +77,7 @@ class Built:
         )
 
     def rows(self, number: int) -> list[Any]:
-        """The longest rows.
+        """Return the longest rows.
 
         Args:
             number: How many; they begin again where there are fewer.
@@ -90,12 +89,12 @@ class Built:
         if _REFERENCE in getattr(model, "peft_config", ()):
             model.delete_adapter(_REFERENCE)
 
-    def hand_over(self, trainer: Any, told: Any) -> None:
+    def hand_over(self, trainer: Any, recorded_class: Any) -> None:
         """Give another trainer what this one has beyond the arguments.
 
         Args:
             trainer: The other one.
-            told: Derives a class that tells of its steps.
+            recorded_class: Derives a class whose steps are recorded.
         """
         own = self._trainer
         adapters = getattr(self.model, "peft_config", ())
@@ -103,7 +102,7 @@ class Built:
         if _REFERENCE in added:
             trainer.model.delete_adapter(_REFERENCE)
         if not issubclass(type(trainer), type(own)):
-            trainer.__class__ = told(type(own))
+            trainer.__class__ = recorded_class(type(own))
         for name in ("data_collator", "processing_class", "compute_loss_func"):
             setattr(trainer, name, getattr(own, name))
         for name, value in vars(own).items():
@@ -112,7 +111,7 @@ class Built:
 
 
 def _num_tokens(row: Any) -> int:
-    """The tokens of a row, as trainers tokenize them; 0 where it does not tell."""
+    """Count the tokens of a row, as trainers tokenize them; 0 where the row does not tell."""
     if not isinstance(row, dict):
         return 0
     ids = row.get("input_ids")

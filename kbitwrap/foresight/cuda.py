@@ -82,8 +82,8 @@ class CudaFunctions(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             args, kwargs = _autocast(func, args, kwargs)
         if func is torch.Tensor.backward:
-            with self:  # what checkpoints run again is under it too
-                return _backward(*args, **kwargs)
+            with self:  # what checkpoints run again is under the mode too
+                return _run_engine(*args, **kwargs)
         if func is _ATTENTION:
             return attention(*args, **kwargs)
         if func is _DROPOUT:
@@ -93,8 +93,8 @@ class CudaFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _backward(loss: Tensor, *_: Any, **__: Any) -> None:
-    """The backward pass of a loss, by the engine itself: torch's functions would turn the mode off."""
+def _run_engine(loss: Tensor, *_: Any, **__: Any) -> None:
+    """Run the backward pass of a loss by autograd's engine itself: torch's functions would turn the mode off."""
     engine: Any = torch.autograd.Variable._execution_engine
     gradient = torch.ones_like(loss)
     engine.run_backward(

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .cuda import ALLOCATION_BYTES
@@ -41,13 +40,11 @@ class Devices:
     Attributes:
         engine: ``"ddp"`` or ``"fsdp2"``; ``None`` on one device.
         num_devices: How many they are.
-        has_views: Whether gradients are views of DistributedDataParallel's buckets.
         on_cuda: Whether they are CUDA devices.
     """
 
     engine: str | None
     num_devices: int
-    has_views: bool
     on_cuda: bool
 
     def __post_init__(self) -> None:
@@ -68,22 +65,6 @@ class Devices:
             raise ConfigError(
                 f"num_devices: expected 1 without an engine and more with one, found {number} with {self.engine!r}"
             )
-        if self.has_views and self.engine != DDP:
-            raise ConfigError(
-                f"gradient_as_bucket_view: only with engine='ddp', found {self.engine!r}"
-            )
-
-    def join(self, model: nn.Module) -> None:
-        """Let gradients become views of buckets as soon as they are made, where they do.
-
-        Args:
-            model: The model with fake tensors, under their mode.
-        """
-        if not self.has_views:
-            return
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                _reduce_into(parameter, torch.empty_like(parameter))
 
     def on_each(self, step: Step) -> Step:
         """The step on each device, from that of one device alone.
@@ -122,7 +103,9 @@ class Devices:
             return ()
         unit = _largest_unit(step)
         gathered = unit[WEIGHTS] + unit[ADAPTERS]
-        trained = _trained_bytes(step.trained)
+        trained = sum(
+            shape.size.numel() * shape.dtype.itemsize for shape in step.trained
+        )
         num_units = max(1, len(step.units))
         return (
             Unknown(
@@ -183,13 +166,6 @@ class Devices:
         return sharded
 
 
-def _reduce_into(parameter: Tensor, view: Tensor) -> None:
-    def reduce(trained: Tensor) -> None:
-        trained.grad = view
-
-    parameter.register_post_accumulate_grad_hook(reduce)
-
-
 def _changed(step: Step, change: Any) -> Step:
     """A step whose levels are changed.
 
@@ -213,10 +189,3 @@ def _largest_unit(step: Step) -> Sizes:
     return max(
         step.units, key=lambda unit: unit[WEIGHTS] + unit[ADAPTERS], default=Sizes()
     )
-
-
-def _trained_bytes(shapes: Shapes) -> int:
-    total = 0
-    for shape in shapes:
-        total += shape.size.numel() * shape.dtype.itemsize
-    return total

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,17 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
-from ..tensors.upcast import UpcastTensor
-from .quantization import Statistics, quantize_fakes, replace_tensors, warm_tables
-from .shapes import UNTOLD, told
+from ..tensors.upcast import UpcastTensor, written_arguments
+from .quantization import (
+    quantize_fakes,
+    replace_tensors,
+    warm_tables,
+    weight_statistics,
+)
 
 OPERATION = "_kbitwrap_operation"
 """The attribute of an exception that names the operation which raised it."""
@@ -272,9 +275,6 @@ class KnownValues(TorchDispatchMode):
             raise
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        output = told(func, args, kwargs)
-        if output is not UNTOLD:
-            return output
         name = func.name()
         if name == "aten::embedding" and self._is_known(args[1]):
             _refuse_beyond(*args)
@@ -301,7 +301,7 @@ class KnownValues(TorchDispatchMode):
         output = _as_computed(name, args, computed)
         if name == "aten::rand":
             setattr(output, _DRAWN, True)
-        written = list(filter(_is_real, _written(func, args, kwargs)))
+        written = list(filter(_is_real, written_arguments(func, args, kwargs)))
         for tensor in written:
             self.forget(tensor)
         if written and isinstance(output, Tensor):
@@ -311,7 +311,7 @@ class KnownValues(TorchDispatchMode):
     def _is_for_real(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operation is computed: a view of what is real, or what is known and small."""
         tensors = tensors_in((args, kwargs))
-        if _is_view(func) and all(map(_is_real, tensors)):
+        if func.is_view and all(map(_is_real, tensors)):
             return True  # it lies in the memory of a real tensor, known or not
         if self.is_resting or torch.Tag.nondeterministic_seeded in func.tags:
             return False
@@ -319,7 +319,7 @@ class KnownValues(TorchDispatchMode):
             return False
         # What depends on values has no fake result; its size is at most that of what it
         # reads. What is written in place is there already, and would be written twice.
-        if _is_mutable(func) or not _DEPENDING.isdisjoint(func.tags):
+        if func._schema.is_mutable or not _DEPENDING.isdisjoint(func.tags):
             made = tensors
         else:
             made = tensors_in(func(*args, **kwargs))
@@ -382,27 +382,17 @@ _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value, such as the arguments or outputs of an operation."""
-    found: list[Tensor] = []
-    _add_tensors(value, found)
-    return found
-
-
-def _add_tensors(value: Any, found: list[Tensor]) -> None:
-    """Add the tensors in a value; what operations take is told apart without torch's slower trees."""
+    """Return the tensors in a value, such as the arguments or outputs of an operation."""
     if isinstance(value, Tensor):
-        found.append(value)
-    elif type(value) in (tuple, list):
-        for part in value:
-            _add_tensors(part, found)
-    elif type(value) is dict:
-        for part in value.values():
-            _add_tensors(part, found)
-    elif not isinstance(value, _PLAIN):
-        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-_PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    found: list[Tensor] = []
+    for part in value:
+        found += tensors_in(part)
+    return found
 
 
 def asks_for_device(func: Any, args: Any) -> bool:
@@ -415,33 +405,6 @@ _DEVICE = torch.ops.prim.device.default
 
 def _is_real(value: Any) -> bool:
     return type(value) is Tensor
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Whether what an operation makes lies in the memory of what it reads, and it writes nothing there."""
-    aliases = [made.alias_info for made in func._schema.returns]
-    return any(alias and not alias.is_write for alias in aliases)
-
-
-@functools.cache
-def _is_mutable(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to."""
-    written: list[Any] = []
-    if not _is_mutable(func):
-        return written
-    for position, argument in enumerate(func._schema.arguments):
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            value = kwargs.get(argument.name)
-            if position < len(args):
-                value = args[position]
-            written += tree_leaves(value)
-    return written
 
 
 class FakeModel:
@@ -464,7 +427,6 @@ class FakeModel:
         self.was_run = False
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._memory: Memory = {}
-        self._statistics = Statistics("cpu")
         warm_tables()
         for module in model.modules():
             self._replace(module)
@@ -500,23 +462,17 @@ class FakeModel:
                 notes.append("metrics that the trainer reads are taken to be 1")
             self.notes = tuple(notes)
 
-    @contextlib.contextmanager
-    def _not_tracing(self) -> Iterator[None]:
+    def _not_tracing(self) -> contextlib.AbstractContextManager[Any]:
         """Keep transformers from taking the fake tensors for those of a compiler, for which its masks are others."""
         utils: Any = sys.modules.get("transformers.utils.import_utils")
-        found = getattr(utils, "is_fake_tensor", None)
-        if found is None:
-            yield
-            return
+        is_fake = getattr(utils, "is_fake_tensor", None)
+        if is_fake is None:
+            return contextlib.nullcontext()
 
         def is_of_a_compiler(value: Any) -> bool:
-            return found(value) and value.fake_mode is not self.mode
+            return is_fake(value) and value.fake_mode is not self.mode
 
-        utils.is_fake_tensor = is_of_a_compiler
-        try:
-            yield
-        finally:
-            utils.is_fake_tensor = found
+        return mock.patch.object(utils, "is_fake_tensor", is_of_a_compiler)
 
     def fake(self, tensor: Tensor) -> Tensor:
         """The fake tensor that stands for another, with its shape, strides and dtype.
@@ -540,55 +496,47 @@ class FakeModel:
                 f"expected plain tensors and weights of bitsandbytes, found a {type(tensor).__name__}, whose "
                 "operations cannot be followed without values"
             )
-        made = self._made_of(tensor)
+        if tensor.is_meta:
+            # in the same memory, which has no bytes
+            with in_kernel_invocation_manager(self.mode):
+                plain = tensor.detach().as_subclass(Tensor)
+            made: Tensor = FakeTensor(self.mode, plain, torch.device("cpu"))
+        else:
+            with self.mode:
+                made = in_memory_of(tensor, self._memory, "cpu")
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         self._made[id(tensor)] = tensor, made
         return made
 
-    def _made_of(self, tensor: Tensor) -> Tensor:
-        """The fake tensor of another one: in the same memory, if that is one of the meta device, which has no bytes."""
-        if not tensor.is_meta:
-            with self.mode:
-                return in_memory_of(tensor, self._memory, "cpu")
-        with in_kernel_invocation_manager(self.mode):
-            plain = tensor.detach().as_subclass(Tensor)
-        return FakeTensor(self.mode, plain, torch.device("cpu"))
-
     def _replace(self, module: nn.Module) -> None:
-        """Put fake tensors in the place of all that a module holds."""
+        """Put fake tensors in the place of all that a module holds; quantized weights bring their statistics along."""
         parameters: dict[str, Any] = module._parameters
         for name, parameter in parameters.items():
-            if parameter is not None:
-                parameters[name] = self._fake_parameter(module, parameter)
+            if parameter is None:
+                continue
+            if is_quantized_parameter(parameter) and id(parameter) not in self._made:
+                with self.mode:
+                    statistics = weight_statistics(parameter, "cpu")
+                made = quantize_fakes(module, parameter, statistics, self.fake)
+                if made is not None:
+                    self._made[id(parameter)] = parameter, made
+            parameters[name] = self.fake(parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = self.fake(buffer)
         fields = vars(module)
         for name, value in fields.items():
             if isinstance(value, UpcastTensor):
-                fields[name] = self._fake_upcast(value)
+                # a stand-in for the fake parameter, in place of one for the parameter
+                assert value.owner is not None
+                holder, own_name = value.owner
+                stored: Any = self.fake(holder._parameters[own_name])  # type: ignore[arg-type]
+                fields[name] = UpcastTensor(stored, value.owner, value._chunk_bytes)
             elif isinstance(value, Tensor):
                 fields[name] = self.fake(value)
             elif isinstance(value, (dict, list)) and name not in _OF_MODULES:
                 replace_tensors(value, self.fake)
-
-    def _fake_parameter(self, module: nn.Module, parameter: Any) -> Tensor:
-        """The fake parameter of a module; a quantized one brings its statistics along."""
-        if is_quantized_parameter(parameter) and id(parameter) not in self._made:
-            with self.mode:
-                statistics = self._statistics.of(parameter)
-            made = quantize_fakes(module, parameter, statistics, self.fake)
-            if made is not None:
-                self._made[id(parameter)] = parameter, made
-        return self.fake(parameter)
-
-    def _fake_upcast(self, value: UpcastTensor) -> UpcastTensor:
-        """A stand-in for the fake parameter, in place of one for the parameter."""
-        assert value.owner is not None
-        holder, name = value.owner
-        stored: Any = holder._parameters[name]
-        return UpcastTensor(self.fake(stored), value.owner, value._chunk_bytes)
 
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")

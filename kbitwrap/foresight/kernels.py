@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from .fakes import forget
 
-_MISSING = object()
 FUSED_HEAD = "trl.kernels.chunked_logprob"
 """The module of the fused head."""
 SAID = (
@@ -45,7 +45,7 @@ def _write(tile: Tensor, *args: Any, **_: Any) -> None:
 
 
 def _add_product(original: Callable[..., None]) -> Callable[..., None]:
-    """The product that is added in float32: of half tensors, cuBLAS writes it in its place."""
+    """Make the product that is added in float32: of half tensors, cuBLAS writes it in its place."""
 
     def add(total: Tensor, left: Tensor, right: Tensor) -> None:
         if left.dtype not in (torch.float16, torch.bfloat16):
@@ -70,24 +70,16 @@ def fused_heads_on_cuda() -> Iterator[Launches]:
         yield launches
         return
     users: Any = sys.modules["trl.trainer.utils"]
-    replacements: list[tuple[Any, str, Any]] = [
-        (module, "_use_triton", lambda device: True),
-        (users, "_use_triton", lambda device: True),
-        (module, "_forward_kernel", launches),
-        (module, "_backward_kernel", launches),
-        (module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b))),
-    ]
+    replacements: dict[str, Any] = {
+        "_use_triton": lambda device: True,
+        "_forward_kernel": launches,
+        "_backward_kernel": launches,
+        "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
+    }
     if module._MM_OUT_DTYPE:
-        replacements.append((module, "_addmm_fp32", _add_product(module._addmm_fp32)))
-    kept = []
-    for place, name, value in replacements:
-        kept.append((place, name, vars(place).get(name, _MISSING)))
-        setattr(place, name, value)
-    try:
+        replacements["_addmm_fp32"] = _add_product(module._addmm_fp32)
+    with (
+        mock.patch.multiple(module, create=True, **replacements),
+        mock.patch.object(users, "_use_triton", replacements["_use_triton"]),
+    ):
         yield launches
-    finally:
-        for place, name, value in kept:
-            if value is _MISSING:
-                delattr(place, name)
-            else:
-                setattr(place, name, value)

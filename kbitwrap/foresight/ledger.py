@@ -36,7 +36,7 @@ def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class Mark(NamedTuple):
+class Position(NamedTuple):
     """Where in a step it is.
 
     Attributes:
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 
 Sizes = Counter[str]
 """Bytes by kind."""
-Times = Mapping[tuple[Mark, Mark], int]
+Times = Mapping[tuple[Position, Position], int]
 """How often the storages that a run frees stand for: by the mark of the run, and that of the one that made them."""
 
 
@@ -70,7 +70,7 @@ class Storage:
     asked_bytes: int
     num_bytes: int
     kind: str
-    origin: Mark
+    origin: Position
 
 
 Measure = Callable[[Storage], int]
@@ -92,7 +92,7 @@ class Run:
         at_peak: The highest level above the start, by kind; empty where none is.
     """
 
-    mark: Mark
+    mark: Position
     net: Sizes
     at_peak: Sizes
 
@@ -106,7 +106,7 @@ class Span:
         events: The storages that are made (``True``) or freed, in order.
     """
 
-    mark: Mark
+    mark: Position
     events: list[tuple[Storage, bool]] = field(default_factory=list)
 
     def run(self, measure: Measure, times: Times) -> Run:
@@ -149,7 +149,7 @@ class Ledger:
         self.rounding = rounding
         self.holders: dict[Storage, Any] = {}
         self.spans: list[Span] = []
-        self._last = Span(Mark(""))
+        self._last = Span(Position(""))
 
     def hold(self, storage: Storage, part: Hashable) -> None:
         """Write down that a part of the model holds a storage before the step."""
@@ -177,7 +177,7 @@ class Ledger:
 
     def mark(self, phase: str, part: Hashable, turn: int = 0) -> None:
         """Begin a span, unless it continues the last one."""
-        mark = Mark(phase, part, turn)
+        mark = Position(phase, part, turn)
         if self._last.mark != mark:
             self._last = Span(mark)
             self.spans.append(self._last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ class Shape(NamedTuple):
 
 Shapes = tuple[Shape, ...]
 """Those of several."""
-Parameters = Sequence[nn.Parameter]
 
 
 class OptimizerSteps:
@@ -94,7 +92,9 @@ class OptimizerSteps:
 
     def _make(self, trained: list[nn.Parameter], shapes: Shapes) -> Any:
         """Make the optimizer of parameters of these shapes."""
-        return make_optimizer(self._optimizer, trained, self._on_cuda)
+        if callable(self._optimizer):
+            return self._optimizer(trained)
+        return named_optimizer(self._optimizer, trained, self._on_cuda)
 
     def _clip(self, trained: list[nn.Parameter]) -> Any:
         """Clip the gradients, where the step does; what is returned is held until its end."""
@@ -114,26 +114,3 @@ def _hold(watch: Watch, optimizer: Any, on_cuda: bool = False) -> None:
     """Count an optimizer's state; no name is left that would keep a tensor which the step replaces."""
     for tensor in optimizer_tensors(optimizer, on_cuda):
         watch.hold(tensor, OPTIMIZER)
-
-
-def make_optimizer(
-    optimizer: str | Callable[[Parameters], torch.optim.Optimizer],
-    parameters: Parameters,
-    on_cuda: bool,
-) -> torch.optim.Optimizer:
-    """Make an optimizer.
-
-    Args:
-        optimizer: Its name, or a function that makes it.
-        parameters: What it trains.
-        on_cuda: Whether it steps as on a CUDA device.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ConfigError: There is none of the name.
-    """
-    if callable(optimizer):
-        return optimizer(parameters)
-    return named_optimizer(optimizer, parameters, on_cuda)  # type: ignore[no-any-return]

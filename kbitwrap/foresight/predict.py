@@ -8,33 +8,30 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..config import Precision, PrepareConfig, parse_bytes
 from ..errors import ConfigError, KbitWrapError, UnsupportedModelError
 from ..tensors.dtypes import parse_dtype
-from .adapters import with_adapters
-from .batch import MOST_TOKENS, batch_shape, complete, make_batch
-from .blocks import Blocks
-from .built import Built, is_trainer
+from .batch import MOST_TOKENS, batch_shape, complete
+from .built import BuiltTrainer, is_trainer
 from .devices import Devices
-from .fakes import OPERATION, FakeModel, TooLongError
+from .fakes import OPERATION, TooLongError
 from .ledger import KINDS
 from .loading import LOADING_HIGHEST
 from .memory import StepMemory
 from .optimizers import OptimizerSteps, named_steps
-from .quantization import follow_cuda, unlogged
+from .quantization import unlogged
 from .search import TILE, Search
-from .subject import PEFT, UNPREPARED, Subject
-from .trace import Step, Trace, trace
+from .simulated import PEFT, UNPREPARED, SimulatedModel
+from .trace import ModelStep, Trace, trace
 from .trainer_arguments import (
     batch_of,
     check_alone,
     checkpointing_of,
     trainer_class,
 )
-from .trainer_step import TrainerStep
+from .trainers import Rehearsal
 from .unknown import Unknown, sampled_bytes, unknowns
 
 # The settings of models that are numbers of tokens.
@@ -46,22 +43,9 @@ _ONE_AT_A_TIME = threading.RLock()
 def predict_step(
     model_or_name_or_config: Any,
     *,
-    precision: Precision | str = Precision.NORMS,
     batch_size: int | None = None,
     seq_len: int | None = None,
-    args: Any = None,
-    inputs: Mapping[str, Any] | None = None,
-    lora: Any = None,
-    quantization_config: Any = None,
-    dtype: Any = None,
-    optimizer: Any = "adamw_torch",
-    autocast: Any = None,
-    kernels: str = "cuda",
-    engine: str | None = None,
-    num_devices: int = 1,
-    gradient_as_bucket_view: bool = False,
-    exact: bool = False,
-    **fields: Any,
+    **settings: Any,
 ) -> StepMemory:
     """Predict the memory of one training step, from a config alone: no weight is loaded, nothing is changed.
 
@@ -73,39 +57,12 @@ def predict_step(
         model_or_name_or_config: A model, which is not prepared; or a name, folder,
             ``config.json`` or config object, as for ``Plan.for_pretrained``; or a
             trainer that was built, with its model, its arguments and its data.
-        precision: A ``Precision`` or its value, ``"peft"`` for PEFT's own
-            ``prepare_model_for_kbit_training``, or ``"unprepared"`` for none.
         batch_size: Sequences in the batch; ``None`` for those of ``inputs`` or ``args``.
         seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
-        args: The arguments of a trainer: transformers' ``TrainingArguments``, or
-            ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``GRPOConfig`` or
-            ``RewardConfig`` of TRL, ``ORPOConfig`` or ``CPOConfig`` of
-            trl.experimental. The step is then that trainer's own, of its own batch,
-            with its optimizer, checkpointing and autocast; they say the batch and the
-            length as far as they can, and ``batch_size`` and ``seq_len`` win. They are
-            not changed.
-        inputs: What the model is called with, where ``input_ids`` and ``labels``, two
-            int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
-            name a ``(shape, dtype)`` or a tensor. The output of a processor is taken
-            as it is, with labels of the shape of ``input_ids`` where it has none.
-        lora: A config of PEFT; ``None`` for the adapters that the model has, or else
-            LoRA of rank 16 on every linear layer.
-        quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
-        dtype: The dtype to load in; ``None`` for the config's.
-        optimizer: A name of ``TrainingArguments.optim``, a function that makes an
-            optimizer of the parameters, or ``None`` for a step that ends with the
-            backward pass.
-        autocast: The dtype of autocast in the forward pass, as of
-            ``TrainingArguments(bf16=True)``; ``None`` for none.
-        kernels: ``"cuda"`` to follow the operations of a CUDA device, ``"cpu"`` those
-            of a CPU.
-        engine: ``"ddp"`` or ``"fsdp2"`` for the step on one of several devices;
-            ``batch_size`` is then what each of them gets.
-        num_devices: The number of devices.
-        gradient_as_bucket_view: As of ``DistributedDataParallel``.
-        exact: Run every block, and not a few of each kind whose memory the others
-            repeat.
-        **fields: Fields of ``PrepareConfig``.
+        **settings: ``precision``, ``args``, ``inputs``, ``lora``,
+            ``quantization_config``, ``dtype``, ``optimizer``, ``autocast``,
+            ``kernels``, ``engine``, ``num_devices``, ``exact`` and the fields of
+            ``PrepareConfig``, as for ``StepPredictor``.
 
     Returns:
         The prediction.
@@ -132,31 +89,49 @@ def predict_step(
         ... )
         True
     """
-    predictor = StepPredictor(
-        model_or_name_or_config,
-        precision=precision,
-        args=args,
-        inputs=inputs,
-        lora=lora,
-        quantization_config=quantization_config,
-        dtype=dtype,
-        optimizer=optimizer,
-        autocast=autocast,
-        kernels=kernels,
-        engine=engine,
-        num_devices=num_devices,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        exact=exact,
-        **fields,
-    )
-    return predictor(batch_size, seq_len)
+    return StepPredictor(model_or_name_or_config, **settings)(batch_size, seq_len)
 
 
 class StepPredictor:
     """Predicts the steps of one model, for one batch after another: the model is built once.
 
-    A step of a batch is predicted by a call with ``(batch_size, seq_len)``, as by
-    ``predict_step``, whose arguments and errors these are.
+    A step of a batch is predicted by a call with ``(batch_size, seq_len)``, whose errors
+    are those of ``predict_step``.
+
+    Args:
+        model_or_name_or_config: A model, which is not prepared; or a name, folder,
+            ``config.json`` or config object, as for ``Plan.for_pretrained``; or a
+            trainer that was built, with its model, its arguments and its data.
+        precision: A ``Precision`` or its value, ``"peft"`` for PEFT's own
+            ``prepare_model_for_kbit_training``, or ``"unprepared"`` for none.
+        args: The arguments of a trainer: transformers' ``TrainingArguments``, or
+            ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``GRPOConfig`` or
+            ``RewardConfig`` of TRL, ``ORPOConfig`` or ``CPOConfig`` of
+            trl.experimental. The step is then that trainer's own, of its own batch,
+            with its optimizer, checkpointing and autocast; they say the batch and the
+            length as far as they can, and ``batch_size`` and ``seq_len`` win. They are
+            not changed.
+        inputs: What the model is called with, where ``input_ids`` and ``labels``, two
+            int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
+            name a ``(shape, dtype)`` or a tensor. The output of a processor is taken
+            as it is, with labels of the shape of ``input_ids`` where it has none.
+        lora: A config of PEFT; ``None`` for the adapters that the model has, or else
+            LoRA of rank 16 on every linear layer.
+        quantization_config: As for ``from_pretrained``; ``None`` for the config's own.
+        dtype: The dtype to load in; ``None`` for the config's.
+        optimizer: A name of ``TrainingArguments.optim``, a function that makes an
+            optimizer of the parameters, or ``None`` for a step that ends with the
+            backward pass.
+        autocast: The dtype of autocast in the forward pass, as of
+            ``TrainingArguments(bf16=True)``; ``None`` for none.
+        kernels: ``"cuda"`` to follow the operations of a CUDA device, ``"cpu"`` those
+            of a CPU.
+        engine: ``"ddp"`` or ``"fsdp2"`` for the step on one of several devices;
+            ``batch_size`` is then what each of them gets.
+        num_devices: The number of devices.
+        exact: Run every block, and not a few of each kind whose memory the others
+            repeat.
+        **fields: Fields of ``PrepareConfig``.
 
     Example:
         >>> from transformers import BitsAndBytesConfig, LlamaConfig
@@ -188,19 +163,13 @@ class StepPredictor:
         kernels: str = "cuda",
         engine: str | None = None,
         num_devices: int = 1,
-        gradient_as_bucket_view: bool = False,
         exact: bool = False,
         **fields: Any,
     ) -> None:
         if kernels not in ("cuda", "cpu"):
             raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
-        self._devices = Devices(
-            engine, num_devices, gradient_as_bucket_view, kernels == "cuda"
-        )
-        if gradient_as_bucket_view and args is not None:
-            raise ConfigError(
-                "gradient_as_bucket_view: only without args, whose trainer keeps gradients apart"
-            )
+        self._on_cuda = kernels == "cuda"
+        self._devices = Devices(engine, num_devices, self._on_cuda)
         self.precision = str(precision)
         if precision not in (PEFT, UNPREPARED):
             config = PrepareConfig.of(None, {"precision": precision})
@@ -211,31 +180,30 @@ class StepPredictor:
             )
         except ConfigError as error:
             raise ConfigError(f"autocast: {error}") from None
-        built = None
+        self._built = None
         if is_trainer(model_or_name_or_config):
             if args is not None:
                 raise ConfigError("args: the trainer has them: leave them out")
-            built = Built(model_or_name_or_config)
-            model_or_name_or_config, args = built.model, built.args
+            self._built = BuiltTrainer(model_or_name_or_config)
+            model_or_name_or_config, args = self._built.model, self._built.args
         if args is not None:
             trainer_class(args)
             check_alone(args, optimizer, autocast, inputs)
+            fields = checkpointing_of(args) | fields
         self._source = model_or_name_or_config
-        self._subject = functools.partial(
-            Subject,
+        self._simulate = functools.partial(
+            SimulatedModel,
             precision=precision,
             lora=lora,
             quantization_config=quantization_config,
             dtype=dtype,
+            fields=fields,
             engine=engine,
+            on_cuda=self._on_cuda,
         )
         self._args = args
-        self._built = built
-        self._fields = fields
         self._inputs, self._notes = complete(inputs)
-        self._kernels = kernels
-        self._on_cuda = kernels == "cuda"
-        self._exact = exact
+        self._is_exact = exact
         steps = named_steps if isinstance(optimizer, str) else OptimizerSteps
         self._optimizer = steps(optimizer, self._on_cuda)
         self._traces: dict[tuple[int, int], Trace] = {}
@@ -249,61 +217,45 @@ class StepPredictor:
                 seq_len = self._built.seq_len
             batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
         batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
-        with _one_at_a_time():
-            alone = self._trace(batch_size, seq_len).step
+        alone = self._trace(batch_size, seq_len).step()
         step = self._devices.on_each(alone)
-        made = self._made
-        held = {kind: step.held[kind] for kind in KINDS if step.held[kind]}
+        simulated = self._simulated
         loading = self._loading_bytes
-        notes = [*self._trainer_notes(), *made.fakes.notes, *self._notes]
+        notes = [*self._runner.notes, *simulated.fakes.notes, *self._notes]
         if loading is not None and loading > step.peak_bytes:
             notes.append(LOADING_HIGHEST)
+        unknown: tuple[Unknown, ...] = ()
+        if self._on_cuda:
+            sampled = 0
+            if self.precision not in (PEFT, UNPREPARED):
+                sampled = sampled_bytes(simulated.fakes.model, simulated.blocks)
+            tokens = batch_size * seq_len
+            unknown = unknowns(step, tokens, sampled, has_int8=simulated.has_int8)
+        told = list(simulated.warnings)
+        most = self.max_seq_len
+        if most is not None and seq_len > most:
+            told.append(
+                f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"
+            )
         return StepMemory(
             precision=self.precision,
             batch_size=batch_size,
             seq_len=seq_len,
-            kernels=self._kernels,
-            static_by_kind=held,
+            kernels="cuda" if self._on_cuda else "cpu",
+            static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
             levels=step.levels,
             loading_bytes=loading,
-            traced_blocks=made.blocks.num_kept,
-            num_blocks=made.blocks.num_all,
-            unknown=(
-                *self._unknown(step, batch_size * seq_len),
-                *self._devices.unknown(alone),
-            ),
+            traced_blocks=simulated.blocks.num_kept,
+            num_blocks=simulated.blocks.num_all,
+            unknown=(*unknown, *self._devices.unknown(alone)),
             notes=tuple(notes),
-            warnings=(*made.subject.warnings, *self._warnings(seq_len)),
+            warnings=tuple(told),
         )
-
-    def _trainer_notes(self) -> tuple[str, ...]:
-        """The settings that the arguments of a trainer do not name."""
-        trainer = self._made.trainer
-        return () if trainer is None else trainer.notes
-
-    def _unknown(self, step: Step, tokens: int) -> tuple[Unknown, ...]:
-        """The notes on what the allocator of a CUDA device may count beside the figures."""
-        made = self._made
-        if not self._on_cuda:
-            return ()
-        sampled = 0
-        if self.precision not in (PEFT, UNPREPARED):
-            sampled = sampled_bytes(made.fakes.model, made.blocks)
-        return unknowns(step, tokens, sampled, has_int8=made.has_int8)
-
-    def _warnings(self, seq_len: int) -> list[str]:
-        """The warning of a sequence that is longer than the model's own longest."""
-        most = self.max_seq_len
-        if most is None or seq_len <= most:
-            return []
-        return [
-            f"a sequence of {seq_len:,} tokens is longer than the model's own longest, {most:,}"
-        ]
 
     @property
     def max_seq_len(self) -> int | None:
         """The tokens of the longest sequence that the model's config names; ``None`` where it names none."""
-        config: Any = getattr(self._made.fakes.model, "config", None)
+        config: Any = getattr(self._simulated.fakes.model, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
         most = getattr(config, "max_position_embeddings", None)
@@ -347,7 +299,7 @@ class StepPredictor:
         from transformers import PretrainedConfig
 
         found: set[int] = set()
-        fields = [("", getattr(self._made.fakes.model, "config", None))]
+        fields = [("", getattr(self._simulated.fakes.model, "config", None))]
         while fields:
             name, value = fields.pop()
             if isinstance(value, PretrainedConfig):
@@ -388,11 +340,11 @@ class StepPredictor:
     @property
     def _loading_bytes(self) -> int | None:
         """The most that loading the model holds on the device; ``None`` where it is not known."""
-        return self._made.subject.loading_bytes if self._on_cuda else None
+        return self._simulated.loading_bytes if self._on_cuda else None
 
     def _peak_of(self, found: Trace) -> int:
-        """The peak of a step on each of the devices."""
-        return self._devices.on_each(found.step).peak_bytes
+        """Return the peak of a step on each of the devices."""
+        return self._devices.on_each(found.step()).peak_bytes
 
     def _trace(self, batch_size: int, seq_len: int) -> Trace:
         """Run the step of a batch, unless it was run before."""
@@ -403,90 +355,50 @@ class StepPredictor:
         return self._traces[key]
 
     def _run(self, batch_size: int, seq_len: int) -> Trace:
-        made = self._made
-        what = f"the step of {made.subject.name} cannot be followed"
+        """Run the step of a batch, with all blocks where some do not tell the others."""
+        simulated = self._simulated
+        blocks = simulated.blocks
+        what = f"the step of {simulated.name} cannot be followed"
         try:
             with _explained(what):
-                found = self._followed(batch_size, seq_len)
-                _ = found.step  # refused here, if blocks are not told by others
+                found = trace(
+                    self._runner,
+                    simulated.fakes,
+                    blocks,
+                    batch_size,
+                    seq_len,
+                    self._on_cuda,
+                )
+                found.step()  # refused here, if blocks are not told by others
                 return found
         except UnsupportedModelError:
-            if not made.blocks.is_cut:
+            if not blocks.is_cut:
                 raise
         # it may be that the model cannot run with fewer blocks
-        self._exact = True
-        del self._made
+        self._is_exact = True
+        del self._simulated
         return self._run(batch_size, seq_len)
 
-    def _followed(self, batch_size: int, seq_len: int) -> Trace:
-        """The step, of the blocks that are there."""
-        made = self._made
-        if made.trainer is not None:
-            return made.trainer.trace(made.fakes, made.blocks, batch_size, seq_len)
-        batch = make_batch(made.fakes, batch_size, seq_len, self._inputs)
-        return trace(
-            made.fakes,
-            made.blocks,
-            self._optimizer,
-            batch,
-            self._autocast,
-            self._on_cuda,
-        )
-
     @functools.cached_property
-    def _made(self) -> Made:
-        """The model, built at the first time that it is asked for."""
+    def _simulated(self) -> SimulatedModel:
+        """The model, built at the first time that it is asked for, with what runs its step."""
         what = f"a {type(self._source).__name__} cannot be copied or prepared"
         with _one_at_a_time(), _explained(what):
-            subject, trainer = self._prepare(cuts_first=True)
-            if not subject.is_told:
-                subject, trainer = self._prepare(cuts_first=False)
-            fakes = FakeModel(subject.model)
-            with fakes.mode:
-                self._devices.join(fakes.model)
-            has_int8 = self._on_cuda and follow_cuda(fakes.model)
-            return Made(subject, fakes, subject.blocks, has_int8, trainer)
+            simulated = self._build(cuts_first=True)
+            return simulated if simulated.is_told else self._build(cuts_first=False)
 
-    def _prepare(self, *, cuts_first: bool) -> tuple[Subject, TrainerStep | None]:
-        """Prepare the model, by itself or in the trainer that runs its step.
-
-        Args:
-            cuts_first: Whether blocks may be left out before the others get adapters.
-        """
-        prepare = functools.partial(
-            self._subject,
-            is_exact=self._exact,
+    def _build(self, *, cuts_first: bool) -> SimulatedModel:
+        """Build the model, by itself or in the trainer that runs its step."""
+        if self._args is None:
+            self._runner = ModelStep(self._inputs, self._optimizer, self._autocast)
+        else:
+            self._runner = Rehearsal(self._args, self._on_cuda, self._built)
+        return self._simulate(
+            self._runner.source(self._source),
+            adapt=self._runner.build,
+            is_exact=self._is_exact,
             cuts_first=cuts_first,
         )
-        if self._args is None:
-            return prepare(self._source, fields=self._fields, adapt=with_adapters), None
-        trainer = TrainerStep(self._args, self._on_cuda, self._built)
-        rehearsal = trainer.rehearsal
-        subject = prepare(
-            rehearsal.source(self._source),
-            fields=checkpointing_of(self._args) | self._fields,
-            adapt=rehearsal.build,
-        )
-        return subject, trainer
-
-
-@dataclass(frozen=True)
-class Made:
-    """The model whose steps are predicted.
-
-    Attributes:
-        subject: The model, prepared and with its adapters.
-        fakes: The same model with fake tensors.
-        blocks: Those of its blocks that are run.
-        has_int8: Whether it has 8-bit layers, and follows CUDA.
-        trainer: The trainer that runs its step, if one does.
-    """
-
-    subject: Subject
-    fakes: FakeModel
-    blocks: Blocks
-    has_int8: bool
-    trainer: TrainerStep | None
 
 
 @contextlib.contextmanager

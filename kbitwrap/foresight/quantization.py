@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,51 +89,23 @@ def statistics_of(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-class Statistics:
-    """Makes the statistics of weights: the library's own functions make them once for weights that are alike.
+def weight_statistics(parameter: Any, device: str) -> Any:
+    """Return the statistics of a weight: those that it has, or new ones if it was built from a config.
 
     Args:
-        device: The device that they are to be on.
+        parameter: The weight.
+        device: The device that new ones are to be on.
     """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._known: dict[Hashable, Any] = {}
-
-    def of(self, parameter: Any) -> Any:
-        """The statistics of a weight: those that it has, or new ones if it was built from a config."""
-        if not is_built(parameter):
-            name = "SCB" if _is_int8(parameter) else "quant_state"
-            return getattr(parameter, name, None)  # other libraries' weights have none
-        settings = [getattr(parameter, name, None) for name in _SETTINGS]
-        whole = parameter.unpacked
-        kind = type(parameter), parameter.dtype, whole.shape, whole.dtype, *settings
-        if kind not in self._known:
-            self._known[kind] = self._make(parameter)
-        return _copied(self._known[kind])
-
-    def _make(self, parameter: Any) -> Any:
-        functional: Any = sys.modules["bitsandbytes.functional"]
-        whole = parameter.unpacked
-        dtype = torch.float16 if _is_int8(parameter) else whole.dtype
-        weight = torch.empty(whole.shape, dtype=dtype, device=self._device)
-        if _is_int8(parameter):
-            return functional.int8_vectorwise_quant(weight)[1]
-        return _in_four_bits(parameter, weight)[1]
-
-
-_SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-
-
-def _copied(statistics: Any) -> Any:
-    """New statistics like others; tables with values, which the library keeps for all weights, are in both."""
-    if isinstance(statistics, Tensor):
-        return torch.empty_like(statistics)
-    memo: dict[int, Any] = {}
-    for _, _, tensor in _places(statistics):
-        is_table = not tensor.is_meta and not isinstance(tensor, FakeTensor)
-        memo[id(tensor)] = tensor if is_table else torch.empty_like(tensor)
-    return copy.deepcopy(statistics, memo)
+    if not is_built(parameter):
+        name = "SCB" if _is_int8(parameter) else "quant_state"
+        return getattr(parameter, name, None)  # other libraries' weights have none
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    whole = parameter.unpacked
+    dtype = torch.float16 if _is_int8(parameter) else whole.dtype
+    weight = torch.empty(whole.shape, dtype=dtype, device=device)
+    if _is_int8(parameter):
+        return functional.int8_vectorwise_quant(weight)[1]
+    return _in_four_bits(parameter, weight)[1]
 
 
 def quantize_fakes(
@@ -230,10 +201,9 @@ def with_statistics(model: nn.Module) -> Iterator[None]:
     """For a while, weights that were built from a config have statistics, of which PEFT computes the norms of DoRA."""
     warm_tables()
     built: list[Any] = list(filter(is_built, model.parameters()))
-    statistics = Statistics("meta")
     for parameter in built:
         name = "SCB" if _is_int8(parameter) else "quant_state"
-        setattr(parameter, name, statistics.of(parameter))
+        setattr(parameter, name, weight_statistics(parameter, "meta"))
     try:
         yield
     finally:
@@ -297,15 +267,15 @@ def follow_cuda(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
     """Keep bitsandbytes from logging its products for each input, and torch what an error says that is raised."""
-    names = ("bitsandbytes.autograd._functions", "torch._subclasses.fake_tensor")
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    for logger in levels:
-        logger.setLevel(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in (
+            "bitsandbytes.autograd._functions",
+            "torch._subclasses.fake_tensor",
+        ):
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
         yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
 
 
 def warm_tables() -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ..model.pretrained import read_config
 from .flash import built_model
+from .import_hooks import when_imported
 from .loading import LOADING, loading_bytes
 from .quantization import with_statistics
 from .subject import as_on_cpu
 
-_MISSING = object()
 _PREPARED = "kbitwrap_prepared_with"
 Act = Callable[[Any, dict[str, Any]], NoReturn]
 
@@ -50,7 +50,7 @@ def instead_of_training(
         >>> with instead_of_training(told):
         ...     pass  # build a trainer, and call its train()
     """
-    changes = _Changes(act, precision)
+    changes = _LibraryPatches(act, precision)
     try:
         hooks = {
             "transformers.trainer": changes.stop_trainers,
@@ -61,33 +61,30 @@ def instead_of_training(
             hooks["transformers.modeling_utils"] = changes.build_models
             hooks["peft.peft_model"] = changes.adapt_models
         changes.replace(torch.Tensor, "backward", changes.refuse_backward)
-        with _when_imported(hooks):
+        with when_imported(hooks):
             yield
     finally:
         changes.undo()
 
 
-class _Changes:
-    """The functions of the libraries that are replaced."""
+class _LibraryPatches:
+    """The functions of the libraries that are replaced, and put back for a while where the training would begin."""
 
     def __init__(self, act: Act, precision: str) -> None:
         self._act = act
         self._precision = precision
-        self._made: list[tuple[Any, str, Any, Any]] = []
+        self._patches: list[Any] = []
 
     def replace(self, place: Any, name: str, value: Any) -> None:
         """Set an attribute until the changes are undone."""
-        before = vars(place).get(name, _MISSING)
-        self._made.append((place, name, before, value))
-        setattr(place, name, value)
+        patch = mock.patch.object(place, name, value)
+        patch.start()
+        self._patches.append(patch)
 
     def undo(self) -> None:
         """Put everything back, the last first."""
-        for place, name, before, _ in reversed(self._made):
-            if before is _MISSING:
-                delattr(place, name)
-            else:
-                setattr(place, name, before)
+        for patch in reversed(self._patches):
+            patch.stop()
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -96,8 +93,8 @@ class _Changes:
         try:
             yield
         finally:
-            for place, name, _, value in self._made:
-                setattr(place, name, value)
+            for patch in self._patches:
+                patch.start()
 
     def stop_trainers(self, module: Any) -> None:
         """Let no trainer train, publish, or move a model that has no weights."""
@@ -194,47 +191,38 @@ def _settings_of(model: nn.Module, precision: str) -> dict[str, Any]:
     return {"precision": "unprepared"}
 
 
-_OF_LOADING = (
-    *(
-        "device_map",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "offload_folder",
-        "output_loading_info",
-    ),
-    *(
-        "use_safetensors",
-        "ignore_mismatched_sizes",
-        "use_kernels",
-        "key_mapping",
-        "tp_plan",
-    ),
-    *(
-        "cache_dir",
-        "force_download",
-        "local_files_only",
-        "token",
-        "revision",
-        "variant",
-        "subfolder",
-    ),
-    *(
-        "weights_only",
-        "adapter_kwargs",
-        "trust_remote_code",
-        "load_in_4bit",
-        "load_in_8bit",
-        "state_dict",
-    ),
-    *(
-        "adapter_name",
-        "commit_hash",
-        "_commit_hash",
-        "_from_auto",
-        "from_auto_class",
-        "max_shard_size",
-    ),
-)
+# keywords of from_pretrained that say how to load, and set nothing of the config
+_OF_LOADING = [
+    "device_map",
+    "low_cpu_mem_usage",
+    "max_memory",
+    "offload_folder",
+    "output_loading_info",
+    "use_safetensors",
+    "ignore_mismatched_sizes",
+    "use_kernels",
+    "key_mapping",
+    "tp_plan",
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "token",
+    "revision",
+    "variant",
+    "subfolder",
+    "weights_only",
+    "adapter_kwargs",
+    "trust_remote_code",
+    "load_in_4bit",
+    "load_in_8bit",
+    "state_dict",
+    "adapter_name",
+    "commit_hash",
+    "_commit_hash",
+    "_from_auto",
+    "from_auto_class",
+    "max_shard_size",
+]
 
 
 def _build_pretrained(
@@ -265,44 +253,3 @@ def _build_pretrained(
     if kwargs.get("output_loading_info"):
         return model, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
     return model
-
-
-@contextlib.contextmanager
-def _when_imported(hooks: Mapping[str, Callable[[Any], None]]) -> Iterator[None]:
-    """Call a function with a module once that is there: a script may set what libraries read at their import."""
-    missing = {name: hook for name, hook in hooks.items() if name not in sys.modules}
-    finder = _Finder(missing)
-    sys.meta_path.insert(0, finder)
-    try:
-        for name in hooks.keys() - missing.keys():
-            hooks[name](sys.modules[name])
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-class _Finder:
-    """Finds modules as the other finders do, and calls functions with them as soon as they have been executed."""
-
-    def __init__(self, hooks: dict[str, Callable[[Any], None]]) -> None:
-        self._hooks = hooks
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: Any = None
-    ) -> Any:
-        """Find a module that is waited for; ``None`` for every other."""
-        hook = self._hooks.pop(name, None)
-        if hook is None:
-            return None
-        spec: Any = importlib.util.find_spec(name)
-        if spec is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del spec.loader.exec_module
-            execute(module)
-            hook(module)
-
-        spec.loader.exec_module = exec_module
-        return spec

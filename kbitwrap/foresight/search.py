@@ -1,32 +1,61 @@
-"""The longest sequence and the largest batch whose step fits a budget, found by few traces."""
+"""The longest sequence and the largest batch whose step fits a budget, found by few traces.
+
+Steps that make and free the same storages in the same order differ in their sizes
+alone. Those are products of whole numbers, so the bytes that were asked for follow a
+form with one size or two: in proportion to it, to its square, to it rounded up for a
+kernel's tiles. A form is taken where every trace of the order has exactly its value.
+What an allocator rounds is rounded afterwards, and the levels are added up as those of
+a trace.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from fractions import Fraction
+from functools import partial
 
 from .blocks import NotRepeatedError
-from .growth import Growth, Sequence, UnknownGrowthError
+from .ledger import Ledger, Storage, rounded_up
 from .trace import Trace
 
 _OVER_EVERY_BUDGET = 1 << 80  # bytes
 TILE = 8
 """The least number of tokens that a kernel pads to: it divides all that kernels work on."""
 
+Guess = Callable[[dict[int, int], int], int | None]
+"""Guesses the largest number within a budget by the bytes of those that were tried; ``None``: the middle one."""
+Values = tuple[int, ...]
+"""The bytes of one storage in each of the traces."""
+Form = Callable[[int], int | Fraction]
+"""The bytes of one storage by the size."""
 
-class Guess(Protocol):
-    """Says which number to try next."""
+# Attention works on 32, 64 or 128 tokens at a time, and pads the rows of masks to 8.
+_TILES = (128, 64, 32, 16, 8)
+# The forms that the bytes of a storage may be a multiple of, the likely ones first.
+_MULTIPLES: tuple[Form, ...] = (
+    lambda size: 1,
+    lambda size: size,
+    lambda size: size + 1,  # labels, padded to be shifted
+    lambda size: size * size,
+    *(partial(lambda tile, size: rounded_up(size, tile), tile) for tile in _TILES),
+    lambda size: size * rounded_up(size, 8),
+)
 
-    def __call__(self, tried: dict[int, int], budget: int) -> int | None:
-        """Guess the largest number within a budget.
 
-        Args:
-            tried: The bytes of each number that was tried.
-            budget: The budget, in bytes.
+def on_line(tried: dict[int, int], budget: int) -> int | None:
+    """Guess the number where the line through the two numbers that came nearest to a budget meets it.
 
-        Returns:
-            The number; ``None`` for that in the middle of the range.
-        """
+    Every third number halves the range, in case the line misleads; not where it ends at
+    a number that was tried, and those beside it were not.
+    """
+    near = sorted(tried, key=lambda number: abs(tried[number] - budget))[:2]
+    rise = tried[near[-1]] - tried[near[0]]
+    if rise == 0:
+        return None
+    run = near[-1] - near[0]
+    guess = near[0] + (budget - tried[near[0]]) * run // rise
+    is_end = guess in tried and tried.keys().isdisjoint((guess - 1, guess + 1))
+    return None if len(tried) % 3 == 0 and not is_end else guess
 
 
 def largest(
@@ -34,9 +63,9 @@ def largest(
     budget: int,
     numbers: Iterable[int],
     limit: int,
-    guess: Guess | None = None,
+    guess: Guess = on_line,
 ) -> int:
-    """The largest whole number up to ``limit`` whose bytes are within a budget; 0 where 1 is not.
+    """Find the largest whole number up to ``limit`` whose bytes are within a budget; 0 where 1 is not.
 
     That a number is within the budget and the next one is not is seen of their own
     bytes; a guess that misleads costs trials alone.
@@ -46,12 +75,11 @@ def largest(
         budget: The most bytes.
         numbers: The numbers to try first; those beyond the limit are left out.
         limit: The largest number that may be given back.
-        guess: Guesses the next number to try; by default `on_line` does.
+        guess: Guesses the next number to try.
 
     Returns:
         The number.
     """
-    guess = guess or on_line
     tried: dict[int, int] = {}
     low = 0
     high = limit + 1
@@ -72,20 +100,125 @@ def largest(
     return low
 
 
-def on_line(tried: dict[int, int], budget: int) -> int | None:
-    """Where the line through the two numbers that came nearest to a budget meets it.
+class UnknownGrowthError(Exception):
+    """The bytes of a storage follow no form, or those of a size are no whole number."""
 
-    Every third number halves the range, in case the line misleads; not where it ends at
-    a number that was tried, and those beside it were not.
+
+def _numbered(ledger: Ledger) -> tuple[list[Storage], Hashable]:
+    """Number the storages of a step.
+
+    Args:
+        ledger: The ledger of the step.
+
+    Returns:
+        The storages, those that are held before the step first; and their kinds and the
+        events by number, which are equal in steps that differ in their sizes alone.
     """
-    near = sorted(tried, key=lambda number: abs(tried[number] - budget))[:2]
-    rise = tried[near[-1]] - tried[near[0]]
-    if rise == 0:
-        return None
-    run = near[-1] - near[0]
-    guess = near[0] + (budget - tried[near[0]]) * run // rise
-    is_end = guess in tried and tried.keys().isdisjoint((guess - 1, guess + 1))
-    return None if len(tried) % 3 == 0 and not is_end else guess
+    numbers: dict[Storage, int] = {}
+    for storage in ledger.holders:
+        numbers[storage] = len(numbers)
+    order: list[Hashable] = list(ledger.holders.values())
+    for span in ledger.spans:
+        order.append(span.mark)
+        for storage, is_made in span.events:
+            number = numbers.setdefault(storage, len(numbers))
+            order.append((number, is_made))
+    kinds = tuple(storage.kind for storage in numbers)
+    return list(numbers), (kinds, tuple(order))
+
+
+class Growth:
+    """The peak of a step by its size, of traces of one order.
+
+    Args:
+        traces: Two traces or more, by size.
+        storages: The storages of each, in their order.
+
+    Attributes:
+        is_seen: Whether every form was found at one size more than it needs.
+
+    Raises:
+        UnknownGrowthError: A storage follows no form.
+    """
+
+    def __init__(
+        self, traces: Mapping[int, Trace], storages: Mapping[int, list[Storage]]
+    ) -> None:
+        sizes = tuple(traces)
+        self._trace = traces[sizes[0]]
+        self._values: dict[Storage, Values] = {}
+        for same in zip(*(storages[size] for size in sizes), strict=True):
+            values = tuple(storage.asked_bytes for storage in same)
+            self._values[same[0]] = values
+        self._forms: dict[Values, Form] = {}
+        self.is_seen = True
+        for values in set(self._values.values()):
+            needed, self._forms[values] = _form_of(sizes, values)
+            self.is_seen = self.is_seen and needed < len(sizes)
+
+    def peak_bytes(self, size: int) -> int:
+        """Return the most bytes that a step of a size holds at any moment.
+
+        Args:
+            size: The batch, or the length of its sequences.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            UnknownGrowthError: The bytes of a storage are no whole number at this size.
+            NotRepeatedError: The blocks that are left out cannot be told from the
+                others.
+        """
+        rounding = self._trace.ledger.rounding
+        counted: dict[Values, int] = {}
+        for values, form in self._forms.items():
+            asked = form(size)
+            if asked != int(asked) or asked < 0:
+                raise UnknownGrowthError(f"{asked} bytes at {size}")
+            counted[values] = rounded_up(int(asked), rounding)
+        levels = self._trace.levels(lambda storage: counted[self._values[storage]])
+        return max(sum(level.values()) for level in levels.values())
+
+
+def _form_of(sizes: tuple[int, ...], values: Values) -> tuple[int, Form]:
+    """Return the first form that has each value at its size, and the number of sizes that it is made of.
+
+    Raises:
+        UnknownGrowthError: None has.
+    """
+    for multiple in _MULTIPLES:
+        factor = Fraction(values[0]) / multiple(sizes[0])
+        form: Form = partial(lambda by, of, size: by * of(size), factor, multiple)
+        if _has(form, sizes, values):
+            return 1, form
+    for degree in (1, 2):
+        # with one value more than a polynomial needs, where there is one
+        if len(sizes) > degree:
+            form = partial(_polynomial, sizes[: degree + 1], values)
+            if _has(form, sizes, values):
+                return degree + 1, form
+    raise UnknownGrowthError(f"{values} bytes at {sizes}")
+
+
+def _polynomial(sizes: tuple[int, ...], values: Values, size: int) -> Fraction:
+    """Return the value at a size of the polynomial that goes through as many values as there are sizes (Lagrange)."""
+    total = Fraction(0)
+    for number, value in zip(sizes, values, strict=False):
+        part = Fraction(value)
+        for other in sizes:
+            if other != number:
+                part *= Fraction(size - other, number - other)
+        total += part
+    return total
+
+
+def _has(form: Form, sizes: tuple[int, ...], values: Values) -> bool:
+    """Whether a form has each value at its size, and whole numbers at the sizes beside them."""
+    if any(form(size) != value for size, value in zip(sizes, values, strict=True)):
+        return False
+    beside = [form(size + 1) for size in sizes]
+    return all(value == int(value) for value in beside)
 
 
 class Search:
@@ -122,9 +255,11 @@ class Search:
         self._limit = limit
         self._numbers = numbers
         self._tile = tile
-        self._first: set[int] = set()
+        self._first: list[int] = []
         self._traces: dict[int, Trace] = {}
-        self._sequences: dict[int, Sequence] = {}
+        self._peaks: dict[int, int] = {}
+        self._storages: dict[int, list[Storage]] = {}
+        self._orders: dict[int, Hashable] = {}
 
     def __call__(self, numbers: Iterable[int]) -> int:
         """Search.
@@ -135,14 +270,9 @@ class Search:
         Returns:
             The size; 0 where not even 1 is within the budget.
         """
-        first = list(numbers)
-        self._first.update(first)
+        self._first = list(numbers)
         return largest(
-            self._num_bytes,
-            self._budget,
-            first,
-            self._limit,
-            self._guess,
+            self._num_bytes, self._budget, self._first, self._limit, self._guess
         )
 
     def _num_bytes(self, size: int) -> int:
@@ -153,11 +283,12 @@ class Search:
         if trace is None:
             return _OVER_EVERY_BUDGET
         self._traces[size] = trace
-        self._sequences[size] = Sequence.of(trace.ledger)
-        return self._peak_of(trace)
+        self._storages[size], self._orders[size] = _numbered(trace.ledger)
+        self._peaks[size] = self._peak_of(trace)
+        return self._peaks[size]
 
     def _told(self, size: int) -> int | None:
-        """The bytes of a size without a step of it, by the growth of traces of one order.
+        """Return the bytes of a size without a step of it, by the growth of traces of one order.
 
         They are certain between two traces, and one beyond the last, where none of the
         model's own numbers lies and kernels pad none of these or have been seen to pad
@@ -182,35 +313,32 @@ class Search:
         if (size % self._tile == 0) not in is_padded:
             return None
         try:
-            growth = Growth(alike, self._sequences)
+            growth = Growth(alike, self._storages)
             if not growth.is_seen:
                 return None
-            told = growth.peak_bytes(size)
-            peaks = [growth.peak_bytes(one) for one in alike]
+            are_own = [growth.peak_bytes(one) == self._peaks[one] for one in alike]
+            return growth.peak_bytes(size) if all(are_own) else None
         except (UnknownGrowthError, NotRepeatedError):
             return None
-        is_own = peaks == [self._peak_of(trace) for trace in alike.values()]
-        return told if is_own else None
 
     def _alike(self, size: int) -> dict[int, Trace]:
-        """The traces of one order with that of a size."""
-        order = self._sequences[size]
-        return {
-            other: trace
-            for other, trace in self._traces.items()
-            if self._sequences[other] == order
-        }
+        """Return the traces of one order with that of a size."""
+        alike = {}
+        for other, trace in self._traces.items():
+            if self._orders[other] == self._orders[size]:
+                alike[other] = trace
+        return alike
 
     def _guess(self, tried: dict[int, int], budget: int) -> int | None:
         """Guess by the growth of the traces that are of one order with the one that came nearest."""
         if len(tried) == 1 and self._traces:
-            return self._of_one(tried, budget)
+            return self._guess_of_one(tried, budget)
         near = sorted(self._traces, key=lambda size: abs(tried[size] - budget))
         alike = self._alike(near[0])
         if len(alike) == 1:
             return on_line(tried, budget)
         try:
-            growth = Growth(alike, self._sequences)
+            growth = Growth(alike, self._storages)
             found = largest(growth.peak_bytes, budget, near[:2], self._limit)
         except (UnknownGrowthError, NotRepeatedError):
             return on_line(tried, budget)
@@ -219,10 +347,10 @@ class Search:
         # a growth that other traces contradict is that of other sizes
         return found if within <= found < beyond else None
 
-    def _of_one(self, tried: dict[int, int], budget: int) -> int:
+    def _guess_of_one(self, tried: dict[int, int], budget: int) -> int:
         """Guess by one trace alone: what it holds before the step stays, and the rest grows in proportion."""
         (size,) = tried
-        held = self._traces[size].static().total()
+        held = self._traces[size].held().total()
         rise = max(tried[size] - held, 1)
         guess = size * max(budget - held, 0) // rise
         # what is between the two is certain without a step where kernels pad one of them

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
 from ..model.tree import ModelTree
 from . import cuda
+from .adapters import with_adapters
+from .batch import make_batch
 from .blocks import Blocks, Part
 from .fakes import FakeModel
 from .ledger import (
@@ -33,7 +35,27 @@ from .tracker import Watch, held_tensors, vocabulary_size
 
 
 @dataclass(frozen=True)
-class Trace:
+class Step(Peaks):
+    """A step of the whole model.
+
+    Attributes:
+        held: The bytes by kind that are held before it.
+        levels: The bytes by kind at the highest level of each phase.
+        most_blocks: The most storages of an allocator's large blocks at a time.
+        trained: The parameters that are trained, in the model's order.
+        root: The bytes by kind that the model holds outside its blocks before the step.
+        units: The bytes by kind that each block holds.
+    """
+
+    held: Sizes
+    levels: Levels
+    most_blocks: int
+    trained: Shapes
+    root: Sizes
+    units: list[Sizes]
+
+
+class Trace(NamedTuple):
     """A step that was run with the kept blocks, and what it says of the whole model's.
 
     Attributes:
@@ -51,7 +73,7 @@ class Trace:
     last: list[Run]
 
     def held_by_each(self, measure: Measure = in_bytes) -> list[Sizes]:
-        """The memory that each part of the model holds before the step, by kind: the root first, then the blocks."""
+        """Return what each part of the model holds before the step, by kind: the root first, then the blocks."""
         by_part: dict[Part | None, Sizes] = {None: Sizes()}
         for storage, part in self.ledger.holders.items():
             sizes = by_part.setdefault(part, Sizes())
@@ -59,18 +81,14 @@ class Trace:
         return list(self.blocks.whole(by_part))
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
-        """The memory that the whole model holds before the step, by kind."""
-        total = Sizes()
+        """Return what the whole model and its optimizer hold before the step, by kind."""
+        total = self.state.held()
         for sizes in self.held_by_each(measure):
             total.update(sizes)
         return total
 
-    def static(self, measure: Measure = in_bytes) -> Sizes:
-        """All that is held before the step, by kind."""
-        return self.held(measure) + self.state.held(measure)
-
     def levels(self, measure: Measure = in_bytes) -> Levels:
-        """The highest levels of the whole model's step, with its optimizer's.
+        """Return the highest levels of the whole model's step, with its optimizer's.
 
         Args:
             measure: What is added up of the storages of the model's passes.
@@ -82,145 +100,158 @@ class Trace:
             NotRepeatedError: The blocks that are left out cannot be told from the
                 others.
         """
-        held = self.held(measure) + self.state.held()
         runs = self.blocks.whole_step(self.ledger, measure)
-        return highest_levels(held, [*runs, *self.last])
+        return highest_levels(self.held(measure), [*runs, *self.last])
 
-    @functools.cached_property
     def step(self) -> Step:
-        """The step of the whole model; raises as `levels` does."""
-        held = self.static(_in_large_blocks)
+        """Return the step of the whole model; raises as `levels` does."""
+        held = Sizes()
+        for sizes in self.held_by_each(_in_large_blocks):
+            held.update(sizes)
+        held += self.state.held(_in_large_blocks)
         runs = self.blocks.whole_step(self.ledger, _in_large_blocks)
         counted = highest_levels(held, runs)
         root, *units = self.held_by_each()
         return Step(
-            held=self.static(),
+            held=self.held(),
             levels=self.levels(),
             most_blocks=max(sum(level.values()) for level in counted.values()),
             trained=self.trained,
-            units=units,
             root=root,
+            units=units,
         )
-
-
-@dataclass(frozen=True)
-class Step(Peaks):
-    """A step of the whole model.
-
-    Attributes:
-        held: The bytes by kind that are held before it.
-        levels: The bytes by kind at the highest level of each phase.
-        most_blocks: The most storages of an allocator's large blocks at a time.
-        trained: The parameters that are trained, in the model's order.
-        units: What each block holds before it, by kind.
-        root: What the rest of the model holds.
-    """
-
-    held: Sizes
-    levels: Levels
-    most_blocks: int
-    trained: Shapes
-    units: list[Sizes]
-    root: Sizes
-
-
-def trace(
-    fakes: FakeModel,
-    blocks: Blocks,
-    optimizer: OptimizerSteps,
-    inputs: Mapping[str, Tensor],
-    autocast: torch.dtype | None,
-    on_cuda: bool,
-) -> Trace:
-    """Run a forward, a backward and an optimizer step without values, and write down their memory.
-
-    Args:
-        fakes: The model.
-        blocks: Its stacks of blocks, of which some may be left out.
-        optimizer: What makes the optimizer's step.
-        inputs: What the model is called with, by name: real integers or fake floats.
-        autocast: The dtype of autocast in the forward pass, or ``None``.
-        on_cuda: Whether the operations of a CUDA device are followed.
-
-    Returns:
-        The step that was run.
-
-    Raises:
-        ConfigError: The model returns no loss.
-        NotRepeatedError: The blocks that are left out cannot be told from the others.
-    """
-    model = fakes.model
-    functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
-
-    def forward() -> Tensor:
-        is_lower = autocast is not None
-        with functions, torch.autocast("cpu", dtype=autocast, enabled=is_lower):
-            return _loss_of(model(**inputs))
-
-    def run() -> Ledger:
-        model.zero_grad(set_to_none=True)
-        watch = watch_of(model, blocks, on_cuda)
-        for tensor in inputs.values():
-            watch.hold(tensor, INPUTS)
-        with blocks.announced(watch):
-            watch.follow_phase()
-            with watch:
-                _backward(forward(), functions)
-        return watch.close()
-
-    with fakes.running():
-        # what a first forward leaves on its modules is there in later steps
-        if not fakes.was_run:
-            with torch.no_grad():
-                forward()
-            fakes.was_run = True
-        held = held_bytes(model)
-        ledger = run()
-        if held != held_bytes(model):
-            ledger = run()  # a longer sequence may leave more
-        if blocks.is_cut and not blocks.is_tried:
-            ledger = blocks.expect_repeated(ledger, run)
-    shapes = trained_shapes(model, blocks)
-    state, last = optimizer(fakes.mode, shapes)
-    return Trace(ledger, blocks, shapes, state, last)
-
-
-def held_bytes(model: nn.Module) -> list[int]:
-    """The bytes of each tensor that a model holds."""
-    tensors = held_tensors(ModelTree(model))
-    return [tensor.untyped_storage().nbytes() for tensor, _, _ in tensors]
-
-
-def watch_of(model: nn.Module, blocks: Blocks, on_cuda: bool) -> Watch:
-    """A watch that counts all that a model holds."""
-    watch = Watch(vocabulary_size(model), on_cuda)
-    for tensor, kind, module in held_tensors(ModelTree(model)):
-        watch.hold(tensor, kind, blocks.owner(module))
-    return watch
 
 
 def _in_large_blocks(storage: Storage) -> int:
-    """The measure of large blocks: one for each, and nothing for others."""
+    """Measure large blocks: one for each, and nothing for others."""
     return int(storage.num_bytes >= cuda.LARGE_BYTES)
 
 
-def _backward(loss: Tensor, functions: Any) -> None:
-    """Run a backward pass under a mode of functions, which `Tensor.backward` would turn off."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    gradient = torch.ones_like(loss)
-    with functions:
-        engine.run_backward(
-            (loss,),
-            (gradient,),
-            False,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+class StepRecorder(contextlib.ExitStack):
+    """Writes down a step's memory, from its first forward pass to where its optimizer begins.
+
+    Left early, it stops counting all the same.
+
+    Args:
+        model: The model with the kept blocks.
+        blocks: Its stacks of blocks.
+        on_cuda: Whether to count as on a CUDA device.
+
+    Attributes:
+        ledger: What was written down.
+        trained: The shapes of what has got gradients.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Blocks, on_cuda: bool) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.trained: Shapes = ()
+        self._model = model
+        self._blocks = blocks
+        self._on_cuda = on_cuda
+
+    def begin(self, inputs: Iterable[Tensor]) -> None:
+        """Begin to count, before the first forward pass.
+
+        Args:
+            inputs: The tensors of the batches of the step.
+        """
+        watch = Watch(vocabulary_size(self._model), self._on_cuda)
+        owners = self._blocks.owners()
+        for tensor, kind, module in held_tensors(ModelTree(self._model)):
+            watch.hold(tensor, kind, owners.get(id(module)))
+        for tensor in inputs:
+            watch.hold(tensor, INPUTS)
+        self.ledger = watch.ledger
+        self.callback(watch.close)
+        self.enter_context(self._blocks.announced(watch))
+        watch.follow_phase()
+        self.enter_context(watch)
+
+    def end(self, groups: Mapping[int, int] | None = None) -> None:
+        """Stop counting, when gradients are there, and take them away.
+
+        Args:
+            groups: The numbers of the optimizer's groups that parameters are in, by
+                their ids; all are in one without it.
+        """
+        self.close()
+        owners = self._blocks.owners()
+        # by stack, or alone
+        found: dict[Any, dict[Part | None, list[Shape]]] = {}
+        for module in self._model.modules():
+            part = owners.get(id(module))
+            for parameter in module._parameters.values():
+                if parameter is None or parameter.grad is None:
+                    continue
+                parameter.grad = None
+                place = parameter if part is None else part.stack
+                shapes = found.setdefault(place, {}).setdefault(part, [])
+                group = 0 if groups is None else groups[id(parameter)]
+                shapes.append(Shape(parameter.shape, parameter.dtype, group))
+        whole: list[Shape] = []
+        for by_part in found.values():
+            for shapes in self._blocks.whole(by_part):
+                whole += shapes
+        self.trained = tuple(whole)
+
+
+class ModelStep:
+    """Runs the forward and the backward pass of a model that is called with tensors, and returns a loss.
+
+    Args:
+        inputs: What the model is called with, by name; ``None`` for ids and labels.
+        optimizer: What runs the optimizer's step.
+        autocast: The dtype of autocast in the forward pass, or ``None``.
+
+    Attributes:
+        gives_figures: Whether code that reads unknown floats, such as metrics, gets 1.
+        notes: What is assumed of the step.
+        optimizer: What runs the optimizer's step.
+    """
+
+    gives_figures = False
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSteps,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._inputs = inputs
+        self._autocast = autocast
+
+    def source(self, source: Any) -> Any:
+        """Return the source of the model that is trained, of the one that was given."""
+        return source
+
+    def build(self, model: nn.Module, lora: Any) -> nn.Module:
+        """Give a model adapters of a config; ``None`` leaves it as it is."""
+        return with_adapters(model, lora)
+
+    def in_force(self) -> contextlib.AbstractContextManager[None]:
+        """Let the process be as the step needs it."""
+        return contextlib.nullcontext()
+
+    def run(
+        self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
+    ) -> None:
+        """Run both passes, and tell the recorder where they begin and end."""
+        with _disable_current_modes():
+            inputs = make_batch(fakes, batch_size, seq_len, self._inputs)
+        recorder.begin(inputs.values())
+        is_lower = self._autocast is not None
+        with torch.autocast("cpu", dtype=self._autocast, enabled=is_lower):
+            loss = _loss_of(fakes.model(**inputs))
+        loss.backward()
+        del loss  # which nothing holds when the optimizer begins
+        recorder.end()
 
 
 def _loss_of(output: Any) -> Tensor:
+    """Return the loss among a model's outputs."""
     is_mapping = isinstance(output, Mapping)
     loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
@@ -230,35 +261,53 @@ def _loss_of(output: Any) -> Tensor:
     return loss
 
 
-def trained_shapes(
-    model: nn.Module, blocks: Blocks, groups: Mapping[int, int] | None = None
-) -> Shapes:
-    """The shapes and dtypes of the whole model's parameters that have got gradients, in its order.
-
-    The gradients are gone then.
+def trace(
+    runner: ModelStep,
+    fakes: FakeModel,
+    blocks: Blocks,
+    batch_size: int,
+    seq_len: int,
+    on_cuda: bool,
+) -> Trace:
+    """Run a forward, a backward and an optimizer step without values, and write down their memory.
 
     Args:
-        model: The model with the kept blocks.
-        blocks: The stacks of blocks.
-        groups: The numbers of the optimizer's groups that parameters are in, by their
-            ids; all are in one without it.
+        runner: What runs the passes and the optimizer's step.
+        fakes: The model.
+        blocks: Its stacks of blocks, of which some may be left out.
+        batch_size: Sequences in a batch.
+        seq_len: Tokens in a sequence.
+        on_cuda: Whether the operations of a CUDA device are followed.
 
     Returns:
-        A shape for each parameter.
+        The step that was run.
+
+    Raises:
+        ConfigError: The model returns no loss.
+        NotRepeatedError: The blocks that are left out cannot be told from the others.
     """
-    # by stack, or alone
-    found: dict[Any, dict[Part | None, list[Shape]]] = {}
-    for module in model.modules():
-        part = blocks.owner(module)
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.grad is not None:
-                parameter.grad = None
-                place = parameter if part is None else part.stack
-                shapes = found.setdefault(place, {}).setdefault(part, [])
-                group = 0 if groups is None else groups[id(parameter)]
-                shapes.append(Shape(parameter.shape, parameter.dtype, group))
-    result: list[Shape] = []
-    for by_part in found.values():
-        for shapes in blocks.whole(by_part):
-            result += shapes
-    return tuple(result)
+    trained: Shapes = ()
+
+    def run() -> Ledger:
+        nonlocal trained
+        with StepRecorder(fakes.model, blocks, on_cuda) as recorder:
+            runner.run(fakes, batch_size, seq_len, recorder)
+        trained = recorder.trained
+        return recorder.ledger
+
+    def held_bytes() -> list[int]:
+        held = held_tensors(ModelTree(fakes.model))
+        return [tensor.untyped_storage().nbytes() for tensor, _, _ in held]
+
+    functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
+    with runner.in_force():
+        with fakes.running(gives_figures=runner.gives_figures), functions:
+            # what a step leaves on its modules, the first or a longer one, is there in later ones
+            held = held_bytes()
+            ledger = run()
+            if held != held_bytes():
+                ledger = run()
+            if blocks.is_cut and not blocks.is_tried:
+                ledger = blocks.expect_repeated(ledger, run)
+        state, last = runner.optimizer(fakes.mode, trained)
+    return Trace(ledger, blocks, trained, state, last)

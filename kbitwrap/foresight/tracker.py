@@ -39,7 +39,6 @@ from .ledger import (
     highest_levels,
 )
 from .quantization import DECOMPOSED, on_device, statistics_of
-from .shapes import UNTOLD, told
 
 # the fields of every module, which hold no tensors but parameters and buffers
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -91,7 +90,7 @@ class Watch(TorchDispatchMode):
         return self._device in (None, tensor.device.type)
 
     def _known(self, tensor: Tensor) -> Storage | None:
-        found = self._live.get(_key(tensor))
+        found = self._live.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[0]
 
     def _add(self, tensor: Tensor, kind: str) -> Storage:
@@ -110,11 +109,6 @@ class Watch(TorchDispatchMode):
         """Stop writing down what is freed, and return what was written."""
         self._live.clear()
         return self.ledger
-
-    def size(self, tensor: Tensor) -> int:
-        """The bytes counted for the storages of a tensor; 0 where it is not counted."""
-        found = [self._known(part) for part in parts_of(tensor)]
-        return sum(storage.num_bytes for storage in found if storage is not None)
 
     def follow_phase(self, *, is_made: bool = False) -> None:
         """Note the phase that the step is in: autograd says when it runs.
@@ -181,7 +175,7 @@ class Watch(TorchDispatchMode):
         """Run one operation, and count what it makes."""
         if asks_for_device(func, args):
             return args[0].device
-        if _have_own_operations(types):
+        if any(map(_has_own_operations, types)):
             return NotImplemented
         # modes of functions have had their say
         with torch._C.DisableTorchFunction():
@@ -194,9 +188,7 @@ class Watch(TorchDispatchMode):
         if name in DECOMPOSED:
             with self:
                 return DECOMPOSED[name]()(*args, **kwargs)
-        output = told(func, args, kwargs)
-        if output is UNTOLD:
-            output = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         for tensor in tensors_in(output):
             if self._counts(tensor) and self._known(tensor) is None:
                 self.follow_phase(is_made=True)
@@ -209,19 +201,9 @@ class Watch(TorchDispatchMode):
         return output
 
 
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 @functools.cache
-def _have_own_operations(classes: tuple[type, ...]) -> bool:
-    """Whether tensors of some class take operations apart themselves."""
-    return any(map(_has_own_operations, classes))
-
-
 def _has_own_operations(cls: type) -> bool:
-    """Whether tensors of a class do: those of torch and fake ones do not."""
+    """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
     if cls in (Tensor, nn.Parameter) or issubclass(cls, FakeTensor):
         return False
     return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]

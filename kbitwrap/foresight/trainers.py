@@ -7,8 +7,8 @@ import importlib
 import inspect
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,39 +17,44 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import ConfigError
 from ..model.pretrained import classes_of, read_config
 from .batch import ordinary_token
-from .built import Built
-from .rows import Row, completion_length, rows_of, tokenizer_of
-from .trainer_arguments import quiet_copy, trainer_class
-from .untouched import OwnState
+from .built import BuiltTrainer
+from .fakes import FakeModel, tensors_in
+from .kernels import SAID, fused_heads_on_cuda
+from .optimizers import OptimizerSteps, Shapes
+from .rows import completion_length, rows_of, tokenizer_of
+from .trace import ModelStep, StepRecorder
+from .trainer_arguments import check_on_cuda, quiet_copy, trainer_class
+from .untouched import ProcessState
 
 _PREPARES = "prepare_model_for_kbit_training"
 
 
-def _told(cls: Any) -> Any:
-    """A trainer's class that tells of its steps, and computes no norms of gradients: they are counted apart.
+def recorded_class(cls: Any) -> Any:
+    """Derive a class of trainers whose steps are recorded, and which computes no norms of gradients.
 
     Args:
-        cls: The class.
+        cls: A class of trainers.
 
     Returns:
-        The derived class, whose instances have a ``listener``.
+        The derived class; ``recorder`` of its instances is told where a step begins and
+        ends, and ``clip`` is what would compute norms.
     """
 
-    class Told(cls):  # type: ignore[misc]
-        listener: Any = None
+    class RecordedTrainer(cls):  # type: ignore[misc]
+        recorder: StepRecorder | None = None
         completion: list[int] = []  # noqa: RUF012
         _batches: Any = None
 
         def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-            """Batches with values: samplers and loaders draw random numbers."""
+            """Draw batches with values: samplers and loaders use random numbers."""
             with _disable_current_modes():
                 found = super().get_batch_samples(*args, **kwargs)
             self._batches = found[0]
             return found
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if self._batches is not None and self.listener is not None:
-                self.listener.begin(self._batches)
+            if self._batches is not None and self.recorder is not None:
+                self.recorder.begin(tensors_in(self._batches))
             self._batches = None
             return super().training_step(*args, **kwargs)
 
@@ -62,8 +67,11 @@ def _told(cls: Any) -> Any:
             return 0.0
 
         def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
-            if self.listener is not None:
-                self.listener.end(self.optimizer)
+            if self.recorder is not None:
+                groups: dict[int, int] = {}
+                for number, group in enumerate(self.optimizer.param_groups):
+                    groups |= dict.fromkeys(map(id, group["params"]), number)
+                self.recorder.end(groups)
             return 0.0
 
         def clip(self, model: nn.Module) -> Any:
@@ -74,7 +82,7 @@ def _told(cls: Any) -> Any:
             return super()._get_grad_norm(model, grad_norm=norm)
 
         def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
-            """Completions in place of generated ones; an engine tells their log-probabilities too."""
+            """Return completions without generating them; an engine tells their log-probabilities too."""
             completions = [list(self.completion) for _ in prompt_ids]
             if not self.use_vllm:
                 return completions, None
@@ -83,66 +91,86 @@ def _told(cls: Any) -> Any:
         def _send_telemetry(self) -> None:
             """Report nothing: this is no training."""
 
-    Told.__name__ = cls.__name__
-    return Told
+    RecordedTrainer.__name__ = cls.__name__
+    return RecordedTrainer
 
 
 def _reward(completions: Any, **_: Any) -> list[float]:
-    """A function that scores completions, of which some are better."""
+    """Score completions, of which some are better."""
     return [float(number % 2) for number, _ in enumerate(completions)]
 
 
-@contextlib.contextmanager
-def _prepared_already(cls: Any) -> Iterator[None]:
-    """Let a trainer that calls PEFT's preparation leave the model as it is: it has one."""
-    module: Any = sys.modules[cls.__module__]
-    original = vars(module).get(_PREPARES)
-    if original is None:
-        yield
-        return
-    setattr(module, _PREPARES, lambda model, **_: model)
-    try:
-        yield
-    finally:
-        setattr(module, _PREPARES, original)
+class TrainerOptimizer(OptimizerSteps):
+    """The steps of the optimizer that a trainer makes, after its clipping of gradients.
+
+    Args:
+        trainer: The trainer.
+        on_cuda: Whether the step is one on a CUDA device.
+    """
+
+    def __init__(self, trainer: Any, on_cuda: bool) -> None:
+        super().__init__(trainer.args.optim, on_cuda)
+        self._trainer = trainer
+
+    def _make(self, trained: list[nn.Parameter], shapes: Shapes) -> Any:
+        trainer = self._trainer
+        cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        groups = []
+        for number, group in enumerate(trainer.optimizer.param_groups):
+            own = {name: value for name, value in group.items() if name != "params"}
+            if self._on_cuda and "foreach" in own and not own.get("fused"):
+                own["foreach"] = True  # torch's choice on CUDA
+            chosen = zip(trained, shapes, strict=True)
+            own["params"] = [one for one, shape in chosen if shape.group == number]
+            groups.append(own)
+        with _disable_current_modes():  # some compute tables
+            made = cls(groups, **options)
+        if hasattr(made, "train"):
+            made.train()
+        return made
+
+    def _clip(self, trained: list[nn.Parameter]) -> Any:
+        return self._trainer.clip(nn.ParameterList(trained))
 
 
-class Rehearsal:
-    """A trainer around a model without values.
+class Rehearsal(ModelStep):
+    """Runs the step of a trainer around a model without values.
 
     Args:
         args: The arguments that the real trainer gets; they are not changed.
+        on_cuda: Whether the operations of a CUDA device are followed.
         built: The real trainer, if it was built.
-
-    Attributes:
-        name: The name of the trainer's class.
-        args: The copy of the arguments that it has.
-        trainer: The trainer, once its model is there.
-        process: The state of the process in which it runs.
 
     Raises:
         ConfigError: There is no trainer for the arguments, or its step is not predicted.
     """
 
-    def __init__(self, args: Any, built: Built | None = None) -> None:
-        cls = trainer_class(args)
-        self.name: str = cls.__name__
-        rows = rows_of(self.name)
-        if rows is None or not hasattr(cls, "_get_grad_norm"):
-            raise ConfigError(f"args: the step of {self.name} is not predicted")
-        self._class = cls
-        self._built = built
+    gives_figures = True
+
+    def __init__(
+        self, args: Any, on_cuda: bool, built: BuiltTrainer | None = None
+    ) -> None:
+        self._class = trainer_class(args)
+        self._name: str = self._class.__name__
+        rows = rows_of(self._name)
+        if rows is None or not hasattr(self._class, "_get_grad_norm"):
+            raise ConfigError(f"args: the step of {self._name} is not predicted")
         self._rows = rows
-        self._takes = inspect.signature(cls.__init__).parameters
-        self.args = quiet_copy(args)
-        self.trainer: Any = None
-        self.process = OwnState()
+        self._args = quiet_copy(args)
+        if on_cuda:
+            check_on_cuda(args)
         self._is_fp16 = args.fp16
         self._uses_engine = getattr(args, "use_vllm", False)
+        self._on_cuda = on_cuda
+        self._built = built
+        self._process = ProcessState()
+        self._trainer: Any = None
         self._token = 0
+        said = (built.note if built is not None else "") or rows.said
+        self.notes = (said,) if said else ()
 
     def source(self, source: Any) -> Any:
-        """The source of the model: the config of one that scores sequences, where the trainer trains those.
+        """Return the source of the model: the config of one that scores sequences, where the trainer trains those.
 
         Args:
             source: A model, or a name, folder or config of one.
@@ -153,7 +181,7 @@ class Rehearsal:
         Raises:
             ConfigError: The architecture has no such model.
         """
-        if self.name != "RewardTrainer" or isinstance(source, nn.Module):
+        if self._name != "RewardTrainer" or isinstance(source, nn.Module):
             return source
         config = read_config(source)
         classes = classes_of("AutoModelForSequenceClassification", config)
@@ -164,6 +192,10 @@ class Rehearsal:
         config.architectures = [classes[0].__name__]
         config.num_labels = 1
         return config
+
+    def in_force(self) -> contextlib.AbstractContextManager[None]:
+        """Let the process have the trainer's state."""
+        return self._process.in_force()
 
     def build(self, model: Any, lora: Any) -> nn.Module:
         """Make the trainer.
@@ -178,37 +210,46 @@ class Rehearsal:
         Raises:
             ConfigError: The trainer refuses the arguments.
         """
-        with self.process.in_force(), tempfile.TemporaryDirectory() as folder:
-            self.args.output_dir = folder
+        with self.in_force(), tempfile.TemporaryDirectory() as folder:
+            self._args.output_dir = folder
             try:
-                return self._build(model, lora)
+                trainer = self._make_trainer(model, lora)
             except (ValueError, NotImplementedError, ImportError) as error:
                 said = str(error).partition("\n")[0]
-                raise ConfigError(f"args: {self.name} refuses them: {said}") from error
+                raise ConfigError(f"args: {self._name} refuses them: {said}") from error
+        self._trainer = trainer
+        self.optimizer = TrainerOptimizer(trainer, self._on_cuda)
+        return trainer.model  # type: ignore[no-any-return]
 
-    def _build(self, model: Any, lora: Any) -> nn.Module:
-        _ = self.args.device  # is set up before there is an accelerator
+    def _make_trainer(self, model: Any, lora: Any) -> Any:
+        """Make the trainer by its own constructor, and take from it what needs a device."""
+        _ = self._args.device  # is set up before there is an accelerator
         self._token = ordinary_token(model)
         if getattr(model, "hf_device_map", None) is not None:
             model.hf_device_map = {"": "cpu"}
         vocabulary_size = model.config.get_text_config().vocab_size
-        options: dict[str, Any] = {}
         if self._built is not None:
             self._built.prepare(model)
-        if lora is not None and "peft_config" in self._takes:
+        takes = inspect.signature(self._class.__init__).parameters
+        options: dict[str, Any] = {}
+        if lora is not None and "peft_config" in takes:
             options["peft_config"] = lora
         elif lora is not None:
             model = importlib.import_module("peft").get_peft_model(model, lora)
-        if "reward_funcs" in self._takes:
+        if "reward_funcs" in takes:
             options["reward_funcs"] = _reward
         rows: Any = [self._rows.first] * 4
-        if self.name != "Trainer":
+        if self._name != "Trainer":
             rows = importlib.import_module("datasets").Dataset.from_list(rows)
             tokenizer = tokenizer_of(vocabulary_size, self._token)
             options["processing_class"] = tokenizer
-        with _prepared_already(self._class):
-            trainer = _told(self._class)(
-                model=model, args=self.args, train_dataset=rows, **options
+        module = sys.modules[self._class.__module__]
+        with contextlib.ExitStack() as stack:
+            if hasattr(module, _PREPARES):  # the model is prepared already
+                leave = mock.patch.object(module, _PREPARES, lambda model, **_: model)
+                stack.enter_context(leave)
+            trainer = recorded_class(self._class)(
+                model=model, args=self._args, train_dataset=rows, **options
             )
         accelerator = trainer.accelerator
         accelerator.device_placement = False  # the model is where it is
@@ -220,63 +261,51 @@ class Rehearsal:
         if self._uses_engine:
             trainer.use_vllm = True
         if self._built is not None:
-            self._built.hand_over(trainer, _told)
-        self.trainer = trainer
-        return trainer.model  # type: ignore[no-any-return]
+            self._built.hand_over(trainer, recorded_class)
+        return trainer
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The assumptions where the arguments say nothing."""
-        own = self._built.note if self._built is not None else ""
-        said = own or self._rows.said
-        return (said,) if said else ()
-
-    def train(self, batch_size: int, seq_len: int, listener: Any) -> None:
-        """Run one step.
-
-        Args:
-            batch_size: Sequences in a batch of one micro-step.
-            seq_len: Tokens in a sequence.
-            listener: What is told where the step begins, with its batches, and ends.
-        """
-        trainer = self.trainer
+    def run(
+        self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
+    ) -> None:
+        """Run one step, and tell the recorder where it begins and where its optimizer does."""
+        trainer = self._trainer
         for name, value in vars(trainer).items():
             if isinstance(value, Tensor) and value.is_meta:
                 # weights of rewards and the like: no size depends on their values
                 vars(trainer)[name] = torch.ones(value.shape, dtype=value.dtype)
         number = self._set_batch_size(batch_size)
-        rows = self._own_rows(number, seq_len)
-        if not rows:
+        if self._built is not None and self._built.seq_len == seq_len:
+            rows = self._built.rows(number)
+        else:
             if getattr(trainer.data_collator, "max_length", None) is not None:
                 trainer.data_collator.max_length = seq_len  # longer ones are cut
-            row: Row = self._rows.make(self.args, self._token, seq_len)
-            rows = [row] * number
+            rows = [self._rows.make(self._args, self._token, seq_len)] * number
         trainer.train_dataset = rows
         if self._rows.first.keys() == {"prompt"}:
-            trainer.completion = [self._token] * completion_length(self.args, seq_len)
+            trainer.completion = [self._token] * completion_length(self._args, seq_len)
             trainer._buffered_inputs = None  # completions are made in each step
-        trainer.listener = listener
+        trainer.recorder = recorder
         try:
-            trainer.train()
+            if self._on_cuda:
+                with fused_heads_on_cuda() as launches:
+                    trainer.train()
+                if launches.has_any and SAID not in self.notes:
+                    self.notes = (*self.notes, SAID)
+            else:
+                trainer.train()
         finally:
-            trainer.listener = None
-
-    def _own_rows(self, number: int, seq_len: int) -> list[Any]:
-        """The rows of the trainer that was built, where they have so many tokens; else none."""
-        if self._built is None or self._built.seq_len != seq_len:
-            return []
-        return self._built.rows(number)
+            trainer.recorder = None
 
     def _set_batch_size(self, batch_size: int) -> int:
-        """Set the size of batches, and return the rows of a step."""
-        args = self.args
+        """Set the size of batches, and return the number of rows in a step."""
+        args = self._args
         args.per_device_train_batch_size = batch_size
-        self.trainer._train_batch_size = batch_size
+        self._trainer._train_batch_size = batch_size
         steps = getattr(args, "steps_per_generation", None)
         if steps is None:
             return batch_size * args.gradient_accumulation_steps  # type: ignore[no-any-return]
         args.generation_batch_size = batch_size * steps
         if args.generation_batch_size % args.num_generations:
             # of how many prompts they are changes no size
-            self.trainer.num_generations = args.generation_batch_size
+            self._trainer.num_generations = args.generation_batch_size
         return args.generation_batch_size * max(1, args.gradient_accumulation_steps)  # type: ignore[no-any-return]

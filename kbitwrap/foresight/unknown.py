@@ -99,9 +99,10 @@ def unknowns(
 
 def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
     """The bytes of a sample of every parameter that was there before the adapters, at most."""
+    owners = blocks.owners()
     by_part: dict[Part | None, int] = {}
     for module in model.modules():
-        part = blocks.owner(module)
+        part = owners.get(id(module))
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.requires_grad:
                 by_part[part] = by_part.get(part, 0) + sample_bytes(parameter)

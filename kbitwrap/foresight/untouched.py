@@ -10,13 +10,14 @@ import random
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 _LOGGERS = ("transformers", "trl", "datasets", "accelerate")
 
 
-class OwnState:
+class ProcessState:
     """The state that accelerate shares in the whole process, for one trainer alone.
 
     A trainer continues where it was when it is used again.
@@ -27,65 +28,34 @@ class OwnState:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Run what is inside with the trainer's state; the process has its own again afterwards, seeds and loggers too.
+        """Run what is inside with the trainer's state, quietly; the process has its own again afterwards, seeds too.
 
         Yields:
             Nothing.
         """
         state: Any = importlib.import_module("accelerate.state")
+        numpy: Any = importlib.import_module("numpy")
         classes = (state.PartialState, state.AcceleratorState, state.GradientState)
-        shared = [cls._shared_state for cls in classes]
-        others = [dict(fields) for fields in shared]
-        _replace_all(shared, self._own)
-        try:
-            with _seeds_kept(), _quiet():
+        devices = []
+        if torch.cuda.is_initialized():
+            devices = list(range(torch.cuda.device_count()))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ))
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+            for logger in map(logging.getLogger, _LOGGERS):
+                stack.callback(logger.setLevel, logger.level)
+                logger.setLevel(logging.CRITICAL)
+            bars: Any = sys.modules.get("datasets.utils")
+            if bars is not None and bars.is_progress_bar_enabled():
+                stack.callback(bars.enable_progress_bars)
+                bars.disable_progress_bars()
+            for cls, own in zip(classes, self._own, strict=True):
+                # every instance has this very dict
+                shared = cls._shared_state
+                stack.enter_context(mock.patch.dict(shared, own, clear=True))
+            try:
                 yield
-        finally:
-            self._own = [dict(fields) for fields in shared]
-            _replace_all(shared, others)
-
-
-def _replace_all(places: list[Any], contents: list[dict[str, Any]]) -> None:
-    for place, content in zip(places, contents, strict=True):
-        place.clear()
-        place.update(content)
-
-
-@contextlib.contextmanager
-def _seeds_kept() -> Iterator[None]:
-    """Put back the states of random numbers, and the environment."""
-    numpy: Any = importlib.import_module("numpy")
-    drawn = random.getstate()
-    drawn_by_numpy = numpy.random.get_state()
-    environment = dict(os.environ)
-    devices: list[int] = []
-    if torch.cuda.is_initialized():
-        devices = list(range(torch.cuda.device_count()))
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(drawn)
-        numpy.random.set_state(drawn_by_numpy)
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the libraries from logging and from showing progress."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    bars: Any = sys.modules.get("datasets.utils")
-    has_bars = bars is not None and bars.is_progress_bar_enabled()
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    if has_bars:
-        bars.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if has_bars:
-            bars.enable_progress_bars()
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+            finally:
+                self._own = [dict(cls._shared_state) for cls in classes]

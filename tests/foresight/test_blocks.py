@@ -12,7 +12,7 @@ from peft import IA3Config, LoraConfig
 from transformers import BitsAndBytesConfig
 
 from kbitwrap import StepMemory, predict_step
-from kbitwrap.foresight.ledger import Ledger, Mark
+from kbitwrap.foresight.ledger import Ledger, Position
 from support.thorough import few
 
 LORA = LoraConfig(target_modules=["q_proj", "q"])  # on one layer of a block: others do in each block what it does
@@ -166,6 +166,6 @@ def test_what_a_block_frees_counts_for_each_that_was_left_out() -> None:
     made = ledger.made(8, "activations")
     ledger.mark("backward", "block")
     ledger.freed(made)
-    forward, backward = Mark("forward", "block"), Mark("backward", "block")
+    forward, backward = Position("forward", "block"), Position("backward", "block")
     nets = [run.net["activations"] for run in ledger.runs(times={(backward, forward): 3})]
     assert nets == [8, -24]

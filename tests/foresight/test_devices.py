@@ -59,10 +59,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], foreach=False)
 
 
-def train_under_ddp(rank: int, join: forks.Join, has_views: bool, folder: Path) -> None:
+def train_under_ddp(rank: int, join: forks.Join, folder: Path) -> None:
     model, batch = adapted()
     with join():
-        parallel = DistributedDataParallel(model, gradient_as_bucket_view=has_views)
+        parallel = DistributedDataParallel(model)
         buckets: dict[int, torch.Tensor] = {}
 
         def reduce(_, bucket):  # type: ignore[no-untyped-def]
@@ -86,12 +86,11 @@ def train_under_ddp(rank: int, join: forks.Join, has_views: bool, folder: Path) 
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
-@pytest.mark.parametrize("has_views", [False, True])
-def test_under_ddp_a_step_equals_that_of_two_processes_to_the_byte(has_views: bool, tmp_path: Path) -> None:
+def test_under_ddp_a_step_equals_that_of_two_processes_to_the_byte(tmp_path: Path) -> None:
     zoo.checkpoint("llama")
-    forks.run_ranks(train_under_ddp, has_views, tmp_path)
+    forks.run_ranks(train_under_ddp, tmp_path)
     told = json.loads((tmp_path / "0.json").read_text())
-    step = predicted(engine="ddp", gradient_as_bucket_view=has_views)
+    step = predicted(engine="ddp")
     assert (step.static_bytes, step.phases) == (told["static"], told["phases"])
     assert step.static_by_kind["gradients"] == sum(map(int, told["buckets"].split(", ")))
 
@@ -184,7 +183,6 @@ def test_what_no_engine_does_is_refused_in_one_line() -> None:
         "engine: 'fsdp1' is not predicted: its flat parameters": {"engine": "fsdp1", "num_devices": 2},
         "num_devices: expected 1 without an engine and more with one, found 2 with None": {"num_devices": 2},
         "num_devices: expected a positive number, found 0": {"num_devices": 0},
-        "gradient_as_bucket_view: only with engine='ddp'": {"gradient_as_bucket_view": True},
     }.items():
         with pytest.raises(ConfigError, match=f"^{expected}"):
             predict_step(config, batch_size=1, seq_len=8, **options)

@@ -24,10 +24,10 @@ from ..preparation.plan import plan_for
 from ..preparation.preparation import Preparation
 from .adapters import checked, numbers_no_block
 from .blocks import Blocks
-from .fakes import Memory, in_memory_of
+from .fakes import FakeModel, Memory, in_memory_of
 from .flash import built_model
 from .loading import LOADING, loading_bytes, refuse_hqq_files
-from .quantization import with_statistics
+from .quantization import follow_cuda, with_statistics
 
 PEFT = "peft"
 """The precision that stands for PEFT's own preparation."""
@@ -39,11 +39,7 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE_OF = torch.Tensor.device.__get__
 
 
-class _Holder:
-    """Stands for the wrapper that holds a preparation."""
-
-
-class _CopiesWithoutValues(TorchFunctionMode):
+class _ShapeCopies(TorchFunctionMode):
     """Makes ``copy.deepcopy`` put tensors of the meta device in place of copies; those of one memory share it again."""
 
     def __init__(self) -> None:
@@ -97,7 +93,7 @@ def without_values(model: nn.Module) -> nn.Module:
         UnsupportedModelError: A forward is a function that was made for the model.
     """
     memo: dict[int, Any] = {}
-    with _CopiesWithoutValues() as copies:
+    with _ShapeCopies() as copies:
         for parameter in model.parameters():
             data = in_memory_of(parameter.data, copies.memory, "meta")
             made = torch.Tensor._make_subclass(
@@ -108,24 +104,19 @@ def without_values(model: nn.Module) -> nn.Module:
                 vars(made)[name] = copy.deepcopy(value, memo)
         copied: nn.Module = copy.deepcopy(model, memo)
     for module, original in zip(copied.modules(), model.modules(), strict=True):
-        _leave_functions(module, original)
+        # functions that were made for the original, of which the copy's class has its own
+        for name, value in list(vars(module).items()):
+            is_made = isinstance(value, types.FunctionType) and value.__closure__
+            if not is_made or value is not vars(original).get(name):
+                continue
+            if name == "forward":
+                raise UnsupportedModelError(
+                    f"the forward of this {type(module).__name__} is a function that was made for it, and cannot be "
+                    "run without values; undo what replaced it"
+                )
+            if hasattr(type(module), name):
+                delattr(module, name)
     return copied
-
-
-def _leave_functions(module: nn.Module, original: nn.Module) -> None:
-    """Take functions that were made for the original from a copy, which has its class's own instead."""
-    for name, value in list(vars(module).items()):
-        if not isinstance(value, types.FunctionType) or not value.__closure__:
-            continue
-        if value is not vars(original).get(name):
-            continue
-        if name == "forward":
-            raise UnsupportedModelError(
-                f"the forward of this {type(module).__name__} is a function that was made for it, and cannot be "
-                "run without values; undo what replaced it"
-            )
-        if hasattr(type(module), name):
-            delattr(module, name)
 
 
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
@@ -161,8 +152,8 @@ def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
     return without_values(source)
 
 
-class Subject:
-    """A prepared model with adapters, on the meta device; it is thrown away after the prediction.
+class SimulatedModel:
+    """A prepared model with adapters, of tensors without values; it is thrown away after the prediction.
 
     Args:
         source: A model, or a name, folder or config of one.
@@ -171,17 +162,22 @@ class Subject:
         lora: The adapters' config; ``None`` for those that the model has, or else
             QLoRA's choice of layers (Dettmers et al. 2023), here of rank 16: adapters
             on every linear layer.
+        quantization_config: As for ``from_pretrained``.
+        dtype: The dtype to load in.
         fields: Fields of ``PrepareConfig``.
         engine: What shards or repeats it on several devices, if something does.
         adapt: Gives the model adapters of a config; of ``None``, where it has some.
         is_exact: Whether to keep all blocks.
-        cuts_first: Whether blocks may be left out before the others get adapters.
+        on_cuda: Whether it computes as on CUDA.
+        cuts_first: Whether blocks may be left out before the others get adapters, which
+            takes less.
 
     Attributes:
-        model: The model.
+        fakes: The model, of fake tensors.
         blocks: Those of its blocks that are kept.
         is_told: Whether they tell what the others do; false where adapters made
             differences between blocks that were alike, and some were left out before.
+        has_int8: Whether it has 8-bit layers, and computes as on CUDA.
         loading_bytes: The most that loading holds; ``None`` where it is not known.
         warnings: What a user has to know of the preparation.
         name: The name of the model's class.
@@ -198,23 +194,32 @@ class Subject:
         fields: Mapping[str, Any],
         engine: str | None,
         adapt: Callable[[nn.Module, Any], nn.Module],
-        is_exact: bool = False,
+        is_exact: bool,
+        on_cuda: bool,
         cuts_first: bool = True,
     ) -> None:
         base = base_of(source, quantization_config, dtype)
         if engine is not None:
             _refuse_untrained(base, precision, engine)
-        # one that lives was loaded
-        is_loaded = isinstance(source, nn.Module)
-        self.loading_bytes = _told_of(source) if is_loaded else loading_bytes(base)
+        self.name = type(base).__name__
+        self.loading_bytes: int | None = None
+        if not isinstance(source, nn.Module):
+            self.loading_bytes = loading_bytes(base)
+        else:  # it was loaded, or stands for one that would be
+            for module in source.modules():
+                if LOADING in vars(module):
+                    self.loading_bytes = vars(module)[LOADING]
+                    break
         tree = ModelTree(base)
         has_adapters = bool(tree.adapter_ids)
         if has_adapters and lora is not None:
             raise ConfigError(
                 "lora: the model has adapters already; give a model without, or no lora"
             )
-        self._holder = _Holder()
-        preparation = None
+        # While it lives, weights that are upcast at use follow what is done to the
+        # model.
+        self._preparation: Preparation | None = None
+        self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
             own = [one for one in base.parameters() if id(one) in tree.adapter_ids]
             kept = [(one, one.dtype, one.requires_grad) for one in own]
@@ -229,39 +234,26 @@ class Subject:
             config = dataclasses.replace(
                 config, progress=False, keep_originals=False, audit=False
             )
-            preparation = Preparation(self._holder)
+            self._preparation = Preparation(self)
             tree = tree_of(base)
-            preparation.apply(plan_for(tree, config, engine), tree)
+            self._preparation.apply(plan_for(tree, config, engine), tree)
+            self.warnings = self._preparation.plan.warnings
         adapters = None if has_adapters else checked(lora)
-        # To leave blocks out before they get adapters takes less.
         is_early = cuts_first and not is_exact and numbers_no_block(adapters)
         if is_early:
             self.blocks = Blocks(base, is_exact=False)
         with with_statistics(base), torch.device("meta"), as_on_cpu():
             model = adapt(base, adapters)
-        if preparation is not None:
-            preparation.adopt(model)
-        # While it lives, weights that are upcast at use follow what is done to the
-        # model.
-        self._preparation = preparation
-        assumed: tuple[str, ...] = vars(base).get(ASSUMED, ())
-        self.warnings = assumed if preparation is None else preparation.plan.warnings
-        self.model = model.train()
+        if self._preparation is not None:
+            self._preparation.adopt(model)
+        model.train()
         self.is_told = True
         if is_early:
-            self.blocks.own()
             self.is_told = self.blocks.are_alike(model)
         else:
             self.blocks = Blocks(model, is_exact=is_exact)
-        self.name = type(base).__name__
-
-
-def _told_of(model: nn.Module) -> int | None:
-    """The bytes that loading a model would take; ``None`` for a model that was loaded with weights."""
-    for module in model.modules():
-        if LOADING in vars(module):
-            return vars(module)[LOADING]  # type: ignore[no-any-return]
-    return None
+        self.fakes = FakeModel(model)
+        self.has_int8 = on_cuda and follow_cuda(model)
 
 
 def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
