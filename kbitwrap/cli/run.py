@@ -8,13 +8,12 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from .. import Precision
-from ..foresight.import_hooks import when_imported
 from .console import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NO, InputError
 from .usage import (
     PRECISIONS,
@@ -204,16 +203,50 @@ def _patched_when_imported(precision: str, not_called: str) -> Iterator[None]:
     """
     num_calls = _num_calls()
     with contextlib.ExitStack() as stack:
-
-        def patch(_: types.ModuleType) -> None:
-            """Patch PEFT until the script ends."""
-            from .. import patched
-
-            stack.enter_context(patched(precision))
-
-        stack.enter_context(when_imported({"peft": patch}))
+        finder = _Finder(precision, stack)
+        if "peft" in sys.modules:
+            finder.patch()
+        else:
+            sys.meta_path.insert(0, finder)
+            stack.callback(sys.meta_path.remove, finder)
         try:
             yield
         finally:
             if not_called and _num_calls() == num_calls:
                 print(not_called, file=sys.stderr)
+
+
+class _Finder:
+    """Finds PEFT as the other finders do, and patches it as soon as it has been executed."""
+
+    def __init__(self, precision: str, stack: contextlib.ExitStack) -> None:
+        self._precision = precision
+        self._stack = stack
+
+    def patch(self) -> None:
+        """Patch PEFT until the script ends."""
+        from .. import patched
+
+        self._stack.enter_context(patched(self._precision))
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> Any:
+        """Find PEFT's package; ``None`` for every other."""
+        if name != "peft":
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        spec: Any = next(
+            filter(None, (finder.find_spec(name, path, target) for finder in finders)),
+            None,
+        )
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                del spec.loader.exec_module
+                execute(module)
+                self.patch()
+
+            spec.loader.exec_module = exec_module
+        return spec

@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModelError
 from . import quantization
-from .fakes import without_values
 from .ledger import rounded_up
 
 ALLOCATION_BYTES = 512
@@ -224,17 +223,16 @@ def attention(
         raise UnsupportedModelError(
             "no kernel of attention that is switched on takes these tensors on CUDA"
         )
-    with without_values():
-        return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )[0]
+    return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )[0]
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:

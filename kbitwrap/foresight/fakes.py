@@ -240,14 +240,12 @@ class KnownValues(TorchDispatchMode):
     Attributes:
         has_assumed: Whether values were taken to be finite.
         has_given: Whether a float was read that is not known.
-        is_resting: Whether to compute nothing for a while.
     """
 
     def __init__(self, *, gives_figures: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unknown: dict[int, weakref.ref[Any]] = {}
         self._gives_figures = gives_figures
-        self.is_resting = False
         self.has_assumed = False
         self.has_given = False
 
@@ -313,7 +311,7 @@ class KnownValues(TorchDispatchMode):
         tensors = tensors_in((args, kwargs))
         if func.is_view and all(map(_is_real, tensors)):
             return True  # it lies in the memory of a real tensor, known or not
-        if self.is_resting or torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return False
         if not all(map(self._is_known, tensors)):
             return False
@@ -352,30 +350,12 @@ class KnownValues(TorchDispatchMode):
         self._unknown[key] = weakref.ref(storage, freed)
 
 
-@contextlib.contextmanager
-def without_values() -> Iterator[None]:
-    """Compute nothing inside: no code asks for values there, such as those of the masks that attention makes."""
-    modes = _known_values()
-    for mode in modes:
-        mode.is_resting = True
-    try:
-        yield
-    finally:
-        for mode in modes:
-            mode.is_resting = False
-
-
 def forget(tensors: Iterable[Tensor]) -> None:
     """Note that others write to tensors what is not known."""
-    for mode in _known_values():
-        for tensor in tensors:
-            mode.forget(tensor)
-
-
-def _known_values() -> list[KnownValues]:
-    """The modes in force that compute what is known."""
-    modes = _get_current_dispatch_mode_stack()
-    return [mode for mode in modes if isinstance(mode, KnownValues)]
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, KnownValues):
+            for tensor in tensors:
+                mode.forget(tensor)
 
 
 _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -131,7 +131,7 @@ _DESIRED = (
 )
 _PAIR: Row = {"prompt": _WORD, "chosen": f" {_WORD}", "rejected": f" {_WORD}"}
 
-_ROWS = {
+ROWS = {
     "Trainer": Rows({"input_ids": [0], "labels": [0]}, _tokens),
     "SFTTrainer": Rows({"input_ids": [0, 0, 0, 0]}, _tokens),
     "DPOTrainer": Rows(_PAIR, _pair, _PAIRED),
@@ -147,8 +147,3 @@ _ROWS = {
     "RLOOTrainer": Rows({"prompt": _WORD}, _prompt, _COMPLETIONS),
 }
 """The rows by the name of the trainer's class."""
-
-
-def rows_of(trainer: str) -> Rows | None:
-    """The rows of a trainer by the name of its class; ``None`` where they are not known."""
-    return _ROWS.get(trainer)

@@ -14,10 +14,10 @@ from torch import nn
 
 from ..model.pretrained import read_config
 from .flash import built_model
-from .import_hooks import when_imported
+from .imports import when_imported
 from .loading import LOADING, loading_bytes
 from .quantization import with_statistics
-from .subject import as_on_cpu
+from .simulated import as_on_cpu
 
 _PREPARED = "kbitwrap_prepared_with"
 Act = Callable[[Any, dict[str, Any]], NoReturn]

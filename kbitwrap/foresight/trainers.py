@@ -21,7 +21,7 @@ from .built import BuiltTrainer
 from .fakes import FakeModel, tensors_in
 from .kernels import SAID, fused_heads_on_cuda
 from .optimizers import OptimizerSteps, Shapes
-from .rows import completion_length, rows_of, tokenizer_of
+from .rows import ROWS, completion_length, tokenizer_of
 from .trace import ModelStep, StepRecorder
 from .trainer_arguments import check_on_cuda, quiet_copy, trainer_class
 from .untouched import ProcessState
@@ -152,7 +152,7 @@ class Rehearsal(ModelStep):
     ) -> None:
         self._class = trainer_class(args)
         self._name: str = self._class.__name__
-        rows = rows_of(self._name)
+        rows = ROWS.get(self._name)
         if rows is None or not hasattr(self._class, "_get_grad_norm"):
             raise ConfigError(f"args: the step of {self._name} is not predicted")
         self._rows = rows
