@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import json
@@ -32,6 +33,7 @@ ROOMS = (
 LAZY = ("transformers", "peft", "bitsandbytes", "accelerate", "deepspeed", "safetensors")
 
 
+@functools.cache
 def source(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

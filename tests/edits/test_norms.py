@@ -372,9 +372,7 @@ COMPILED = list(itertools.product(NORMS, ["half", torch.float32], ["eager", "aot
 # Of torch's, one whose kernel refuses float32 with half weights and one whose does not; of others, one of two inputs.
 FEW_COMPILED = [
     ("LayerNorm", torch.float32, "aot_eager"),
-    ("RMSNorm", torch.float32, "eager"),
     ("Llama", "half", "eager"),
-    ("Mamba 2, gated", "half", "aot_eager"),
 ]
 
 
