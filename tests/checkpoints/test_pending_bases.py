@@ -264,7 +264,7 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
     monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(bits_module, "_PIECE", 1 << 16)
     config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, vocab_size=256
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, vocab_size=512
     )
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config).to(BFLOAT16)
@@ -282,7 +282,7 @@ def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
         assert report.merge is not None
         assert report.merge.onto == "trained"
 
-    tensor = 2 * 256 * 512
+    tensor = 2 * 512 * 1024
     mapped = {(tmp_path / name / "model.safetensors").stat().st_size for name in ("base", "merged")}
     assert quantized > 3 * tensor
     most = peak(size for size in allocations(measure) if abs(size) not in mapped)
