@@ -424,7 +424,7 @@ def test_a_quantized_layer_that_was_scaled_though_no_adapter_touches_it_is_found
         assert named(quantized) == (scale != 1)
 
 
-@pytest.mark.parametrize("quant", ["nf4", "int8"])
+@pytest.mark.parametrize("quant", few(["nf4", "int8"], ["nf4"]))
 def test_scales_and_codes_of_an_adapted_layer_that_no_rounding_gives_are_found(
     quant: str, merges: Callable[[str], Run], tmp_path: Path
 ) -> None:

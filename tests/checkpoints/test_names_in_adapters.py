@@ -144,7 +144,7 @@ def test_an_adapter_of_a_part_of_the_base_is_merged_into_that_part(
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # of PEFT's conversion
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", few(["mixtral", "qwen3_moe"], ["qwen3_moe"]))
 def test_an_adapter_on_each_expert_is_read_as_peft_converts_it(name: str, tmp_path: Path) -> None:
     if name == "mixtral":
         base = zoo.load(name, None, FLOAT32)

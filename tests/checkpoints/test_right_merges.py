@@ -85,7 +85,7 @@ METHODS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("dtype", few(DTYPES, DTYPES[:1]))
-@pytest.mark.parametrize("method", few(METHODS, ["dora", "with a head"]))
+@pytest.mark.parametrize("method", few(METHODS, ["with a head"]))
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 def test_every_method_that_peft_merges_is_measured(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model_class = transformers.LlamaForCausalLM

@@ -75,7 +75,7 @@ def compute_cases() -> list[object]:
     of_8_bits = [
         (name, "int8", torch.float16, "plain") for name in zoo.CORE if "int8" in zoo.ARCHITECTURES[name].quants
     ]
-    return few(every + of_8_bits, chosen[::3] + of_8_bits[:1])
+    return few(every + of_8_bits, chosen[::5] + of_8_bits[:1])
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")

@@ -109,12 +109,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tenso
 
 
 @pytest.mark.usefixtures("not_repacking")  # the engine's body is that of the training
-@AUTOCAST
 @pytest.mark.parametrize(
-    ("precision", "dtype"),
+    ("autocast", "precision", "dtype"),
     few(
-        itertools.product(["norms", "adapted", "none"], [torch.bfloat16, torch.float16]),
-        [("norms", torch.bfloat16)],
+        itertools.product([False, True], ["norms", "adapted", "none"], [torch.bfloat16, torch.float16]),
+        [(True, "norms", torch.bfloat16)],
     ),
 )
 def test_the_log_probabilities_come_to_those_of_an_engine_with_a_float32_head(

@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 
 from kbitwrap import ConfigError, KbitPreparedModel, StepMemory, StepTracker, predict_step
 from support import zoo
-from support.thorough import few
+from support.thorough import every_other, few
 
 OPTIMIZERS = {
     "makes its state with itself": lambda parameters: torch.optim.Adagrad(parameters),
@@ -50,7 +50,7 @@ def tracked(make: Any) -> tuple[StepTracker, torch.optim.Optimizer]:
     return tracker, optimizer
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", every_other(OPTIMIZERS))
 def test_a_function_that_makes_an_optimizer_is_predicted_to_the_byte(kind: str) -> None:
     memory = predicted(OPTIMIZERS[kind])
     tracker, _ = tracked(OPTIMIZERS[kind])

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 from kbitwrap import KbitPreparedModel, LifecycleState, Precision, UnsupportedModelError, build_plan
 from support import zoo
 from support.snapshot import Snapshot
+from support.thorough import every_other
 from support.training import adapt, step
 
 # ----------------------------------------------------------------------------------------------------
@@ -262,7 +263,7 @@ FLOAT32_ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
 SAID = r"adapters on model\.layers\.0\.self_attn\.._proj and \d more return float32 .* autocast .* 'full' or 'compute'"
 
 
-@pytest.mark.parametrize("name", FLOAT32_ADAPTERS)
+@pytest.mark.parametrize("name", every_other(FLOAT32_ADAPTERS))
 def test_adapters_that_a_half_model_cannot_go_on_with_are_named_with_the_way_out(name: str) -> None:
     def adapted(model: nn.Module) -> nn.Module:
         torch.manual_seed(0)
