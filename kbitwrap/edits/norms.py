@@ -72,19 +72,10 @@ class Float32Forward:
         # others may hold this after it was removed: then it runs the module's own
         self.is_active = True
         # made before the module is compiled, since torch compiles the making of no class
-        modules = module.modules()
-        self.shell_classes = {type(one): _shell_class(type(one)) for one in modules}
+        for one in module.modules():
+            _shell_class(type(one))
         # by the kind of input
         self._output_dtypes: dict[Any, Dtypes] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields. No name leads to a class of shells: a copy makes its own."""
-        return vars(self) | {"shell_classes": tuple(self.shell_classes)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields of a copy."""
-        classes = {cls: _shell_class(cls) for cls in state["shell_classes"]}
-        self.__dict__ = state | {"shell_classes": classes}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in float32 while active."""
@@ -116,7 +107,7 @@ class Float32Forward:
 
         The output gets the dtype of the unprepared module's.
         """
-        shell = float32_shell(self.module, to_float32, self.shell_classes)
+        shell = float32_shell(self.module, to_float32)
         upcast_args, upcast_kwargs = tree_map(to_float32, (args, kwargs))
         output = forward(shell, *upcast_args, **upcast_kwargs)
         leaves, spec = tree_flatten(output)
@@ -177,9 +168,7 @@ def to_float32(value: Any) -> Any:
     return value
 
 
-def float32_shell(
-    module: nn.Module, upcast: Callable[[Any], Any], classes: dict[type, type]
-) -> nn.Module:
+def float32_shell(module: nn.Module, upcast: Callable[[Any], Any]) -> nn.Module:
     """Return an object like the module, with half parameters upcast.
 
     Its children's are upcast too. All other attributes are read from the module: torch
@@ -188,12 +177,8 @@ def float32_shell(
     Args:
         module: A module.
         upcast: Upcasts a tensor.
-        classes: The classes of shells, by those of the module and its children; it is added to.
     """
-    cls = type(module)
-    if cls not in classes:  # FSDP2 and others give a module a class of its own later
-        classes[cls] = _shell_class(cls)
-    shell: nn.Module = object.__new__(classes[cls])
+    shell: nn.Module = object.__new__(_shell_class(type(module)))
     parameters = {}
     for name, parameter in module._parameters.items():
         if parameter is not None and not is_quantized_parameter(parameter):
@@ -202,7 +187,7 @@ def float32_shell(
     children = {}
     for name, child in module._modules.items():
         if child is not None:
-            child = float32_shell(child, upcast, classes)
+            child = float32_shell(child, upcast)
         children[name] = child
     object.__setattr__(shell, "_parameters", parameters)
     object.__setattr__(shell, "_buffers", dict(module._buffers))
@@ -212,8 +197,13 @@ def float32_shell(
     return shell
 
 
+_shell_classes: dict[type, type] = {}
+
+
 def _shell_class(cls: Any) -> type:
     """Return a subclass whose objects read from a module what they do not hold."""
+    if cls in _shell_classes:
+        return _shell_classes[cls]
 
     def getattr_of_shell(shell: Any, name: str) -> Any:
         for held in (shell._parameters, shell._buffers, shell._modules):
@@ -225,7 +215,9 @@ def _shell_class(cls: Any) -> type:
             return shell._kbitwrap_upcast(value)
         return value
 
-    return type(cls.__name__, (cls,), {"__getattr__": getattr_of_shell})
+    made = type(cls.__name__, (cls,), {"__getattr__": getattr_of_shell})
+    _shell_classes[cls] = made
+    return made
 
 
 def _kind(value: Any) -> Any:

@@ -39,7 +39,7 @@ class HeadForward(Float32Forward):
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the head's own forward in float32, without autocast."""
-        shell = float32_shell(self.module, self._upcast, self.shell_classes)
+        shell = float32_shell(self.module, self._upcast)
         weight: Any = shell.weight
         is_product = forward is nn.Linear.forward and shell.bias is None
         multiplies = isinstance(weight, UpcastTensor) and is_product and args
