@@ -22,6 +22,8 @@ from ..tensors.bits import (
     NanPayloads,
     content_digest,
     differ,
+    digest_and,
+    has_nan,
 )
 from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor
@@ -102,8 +104,8 @@ class ParameterStorage(OriginalSlot):
         elif keep:
             self.kept = data.cpu()
         elif not data.is_meta:  # which has no bits
-            self._digest = content_digest(data)
-            self._payloads = NanPayloads.find(data)
+            self._digest, holds_nan = digest_and(data, has_nan(data))
+            self._payloads = NanPayloads.find(data) if holds_nan else None
 
     def cast(self, dtype: torch.dtype | None) -> None:
         """Give the parameter, which is there, its value in another dtype."""

@@ -84,10 +84,11 @@ class ModelTree:
         """Every place of every module, in depth-first order."""
         found: list[Node] = []
 
-        def walk(
-            module: nn.Module, path: str, fqn: str, is_base: bool, are_copies: bool
-        ) -> None:
-            """Add a module and all below it; ``are_copies`` is a wrapper's collection of copies."""
+        # No function that calls itself: it would keep what it found, in a cycle.
+        stack = [(self.model, "", "", True, False)]
+        while stack:
+            # the last is whether the module is a wrapper's collection of copies
+            module, path, fqn, is_base, are_copies = stack.pop()
             if isinstance(module, torch.jit.ScriptModule):
                 raise UnsupportedModelError(
                     f"{path or 'the model'} is a {type(module).__name__} of TorchScript, whose parameters cannot be "
@@ -98,21 +99,16 @@ class ModelTree:
             wrapped = wrapped_children(module)
             is_adapter = bool(wrapped) and is_adapter_class(type(module))
             found.append(Node(path, fqn, module, is_base and not wrapped))
-            for name, child in module._modules.items():
+            for name, child in reversed(module._modules.items()):
                 if child is None:
                     continue
                 is_wrapped = name in wrapped
                 holds_copies = is_adapter and not is_wrapped and name in COPIES
                 has_no_name = is_wrapped or holds_copies or are_copies
-                walk(
-                    child,
-                    join(path, name),
-                    fqn if has_no_name else join(fqn, name),
-                    is_base and (is_wrapped or not wrapped),
-                    holds_copies,
-                )
-
-        walk(self.model, "", "", True, False)
+                child_fqn = fqn if has_no_name else join(fqn, name)
+                is_inside = is_base and (is_wrapped or not wrapped)
+                child_path = join(path, name)
+                stack.append((child, child_path, child_fqn, is_inside, holds_copies))
         return found
 
     @cached_property

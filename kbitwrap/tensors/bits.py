@@ -45,11 +45,9 @@ class NanPayloads:
 
         ``None`` where there are none.
         """
-        data = tensor.detach()
-        # the least of numbers among which there is a NaN is NaN
-        if not data.numel() or not torch.aminmax(data)[0].isnan():
+        if not has_nan(tensor):
             return None
-        flat = data.reshape(-1)
+        flat = tensor.detach().reshape(-1)
         positions = flat.isnan().nonzero().view(-1)
         return NanPayloads(positions, flat[positions].view(torch.int16))
 
@@ -64,6 +62,18 @@ class NanPayloads:
         is_nan = flat[positions].isnan()
         flat.view(torch.int16)[positions[is_nan]] = bits[is_nan]
         tensor.copy_(flat.view(tensor.shape))
+
+
+def has_nan(tensor: Tensor) -> Tensor:
+    """Return whether there is a NaN in a floating tensor, as a boolean scalar on its device.
+
+    It does not wait for the device, and makes no mask.
+    """
+    data = tensor.detach()
+    if not data.numel():
+        return torch.zeros((), dtype=torch.bool, device=data.device)
+    # the least of numbers among which there is a NaN is NaN
+    return torch.aminmax(data)[0].isnan()
 
 
 def differ(a: Tensor, b: Tensor) -> Tensor:
@@ -299,27 +309,38 @@ def begin_digest(tensor: Tensor) -> Callable[[], int]:
 
         return digest_of_parts
 
+    sums, num_bytes = _sums_of(tensor), tensor.nbytes
+    return lambda: _digest_of(sums.cpu(), num_bytes)  # in one read of the device
+
+
+def digest_and(tensor: Tensor, question: Tensor) -> tuple[int, bool]:
+    """Digest a plain tensor and answer a question, a boolean scalar, in one read of its device."""
+    answer = question.view(1).view(torch.uint8)
+    read = torch.cat([_sums_of(tensor), answer]).cpu()
+    return _digest_of(read[:-1], tensor.nbytes), bool(read[-1])
+
+
+def _sums_of(tensor: Tensor) -> Tensor:
+    """Return the sums of a plain tensor's blocks on its device, as bytes, with the bytes of its tail."""
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
     # the strides of a tensor of one element may be any
     flat = plain.contiguous().as_strided((plain.numel(),), (1,))
     data = flat.view(torch.uint8)
-    num_bytes, num_in_tail = len(data), len(data) % 8
-    blocks = _block_sums(data, num_bytes - num_in_tail)
-    sums = torch.cat([blocks.view(torch.uint8), data[num_bytes - num_in_tail :]])
+    num_in_blocks = len(data) - len(data) % 8
+    blocks = _block_sums(data, num_in_blocks)
+    return torch.cat([blocks.view(torch.uint8), data[num_in_blocks:]])
 
-    def digest() -> int:
-        on_cpu = sums.cpu()  # in one read of the device
-        end = len(on_cpu) - num_in_tail
-        values = on_cpu[:end].view(torch.int64).tolist()
-        if num_in_tail:
-            in_tail = bytes(on_cpu[end:].tolist())
-            values.append(int.from_bytes(in_tail, "little"))
-        found = 0
-        for value in (*values, num_bytes):
-            found = (found * _MURMUR + value) & _MASK
-        return found
 
-    return digest
+def _digest_of(sums: Tensor, num_bytes: int) -> int:
+    """Return the digest of a tensor of so many bytes by what `_sums_of` returned."""
+    end = len(sums) - num_bytes % 8
+    values = sums[:end].view(torch.int64).tolist()
+    if end < len(sums):
+        values.append(int.from_bytes(bytes(sums[end:].tolist()), "little"))
+    found = 0
+    for value in (*values, num_bytes):
+        found = (found * _MURMUR + value) & _MASK
+    return found
 
 
 def _block_sums(data: Tensor, num_bytes: int) -> Tensor:
