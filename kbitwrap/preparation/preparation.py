@@ -172,12 +172,14 @@ class Preparation:
         settle: Callable[[], None],
     ) -> None:
         """Apply edits and settle what is in force then, all or nothing."""
-        plans, after = self.plans, self.after
+        plans, after, num_slots = self.plans, self.after, len(self.journal.slots)
         try:
             with plain_mode():
                 self.journal.apply(edits, tree, doing, settle)
         except BaseException:
-            self.plans, self.after = plans, after
+            # An interrupt may come when all is done: then it stands.
+            if len(self.journal.slots) == num_slots:
+                self.plans, self.after = plans, after
             if not self.journal.slots:
                 self.release()
             raise
