@@ -37,7 +37,7 @@ _OF_ALL_LAYERS = {
 
 
 def checked(lora: Any) -> Any:
-    """A copy of a config of adapters, whose initial values take no weights; of the default one for ``None``."""
+    """Return a copy of a config of adapters, whose initial values take no weights; of the default one for ``None``."""
     import peft
 
     if lora is None:
@@ -54,7 +54,7 @@ def checked(lora: Any) -> Any:
 
 
 def numbers_no_block(lora: Any) -> bool:
-    """Whether blocks that are alike get the same adapters, however many there are.
+    """Return whether blocks that are alike get the same adapters, however many there are.
 
     Args:
         lora: The config of the adapters; ``None`` for none.
@@ -79,7 +79,7 @@ def numbers_no_block(lora: Any) -> bool:
 
 
 def _are_plain(names: Any) -> bool:
-    """Whether names say nothing of a block's number; one that is alone is a pattern."""
+    """Return whether names say nothing of a block's number; one that is alone is a pattern."""
     if isinstance(names, str):
         return names == "all-linear"
     return all(_PLAIN.fullmatch(name) for name in names)

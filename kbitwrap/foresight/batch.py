@@ -58,7 +58,7 @@ def complete(inputs: Any) -> tuple[Inputs | None, tuple[str, ...]]:
 
 
 def _read(name: str, value: Any) -> Tensor:
-    """An input: with its values where it has some, which a model may look at."""
+    """Return an input: with its values where it has some, which a model may look at."""
     if isinstance(value, Tensor):
         return value.detach().to("meta" if value.is_meta else "cpu")
     try:
@@ -74,7 +74,7 @@ def _read(name: str, value: Any) -> Tensor:
 
 
 def _brief(value: Any) -> str:
-    """A value in few words: a processor that was not asked for tensors returns long lists."""
+    """Return a value in few words: a processor that was not asked for tensors returns long lists."""
     if isinstance(value, list):
         return "a list; ask the processor for tensors by return_tensors='pt'"
     return repr(value)
@@ -83,7 +83,7 @@ def _brief(value: Any) -> str:
 def batch_shape(
     inputs: Mapping[str, Tensor] | None, batch_size: int | None, seq_len: int | None
 ) -> tuple[int, int]:
-    """The sequences of a batch, and the tokens of each.
+    """Return the sequences of a batch, and the tokens of each.
 
     Args:
         inputs: The tensors of the batch, if they were given.
@@ -131,7 +131,7 @@ def _positive(name: str, value: Any) -> int:
 def make_batch(
     fakes: FakeModel, batch_size: int, seq_len: int, inputs: Mapping[str, Tensor] | None
 ) -> Inputs:
-    """The inputs of the step: real where they have values, so that a model may look at them, and else fake.
+    """Return the inputs of the step: real where they have values, so that a model may look at them, and else fake.
 
     Args:
         fakes: The model.
@@ -157,7 +157,7 @@ def make_batch(
 
 
 def ordinary_token(model: nn.Module) -> int:
-    """A token that means nothing special to a model, such as padding."""
+    """Return a token that means nothing special to a model, such as padding."""
     special: set[Any] = set()
     config: Any = getattr(model, "config", None)
     parts = [] if config is None else [config, config.get_text_config()]

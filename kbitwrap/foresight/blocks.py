@@ -176,7 +176,7 @@ class Blocks:
             stack.keep(num_inner)
 
     def are_alike(self, model: nn.Module) -> bool:
-        """Whether the blocks of each kind are still of one kind, after they were given more.
+        """Return whether the blocks of each kind are still of one kind, after they were given more.
 
         Args:
             model: The model with all that it was given.
@@ -424,7 +424,7 @@ def _outermost(
 
 
 def _is_numbered(num_blocks: int, config: Any, holder: nn.Module) -> bool:
-    """Whether a model tells blocks of a stack apart by their numbers, such as those that attend to whole images.
+    """Return whether a model tells blocks of a stack apart by their numbers, such as those that attend to whole images.
 
     Args:
         num_blocks: How many blocks the stack has.

@@ -52,7 +52,7 @@ _FLOAT32_RESULT = "prod softmax log_softmax cumprod cumsum sum norm"
 
 
 def _named(names: str) -> set[Any]:
-    """The functions and methods of torch of these names."""
+    """Return the functions and methods of torch of these names."""
     found: set[Any] = set()
     for space in (torch, torch.Tensor, F):
         found.update(getattr(space, name, None) for name in names.split())
@@ -131,7 +131,7 @@ def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A float32 softmax of float16 is one operation, without a copy of its input: native/SoftMax.cpp, ``softmax``.
+    """Compute a float32 softmax of float16 in one operation, without a copy: native/SoftMax.cpp, ``softmax``.
 
     bfloat16 is copied to float32 first, as on a CPU.
     """
@@ -166,7 +166,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that CUDA chooses, with what it keeps: flash, else memory-efficient, else plain products.
+    """Attend by the kernel that CUDA chooses, with what it keeps: flash, else memory-efficient, else plain products.
 
     The order and the conditions are those of native/transformers/cuda/sdp_utils.cpp for
     compute capability 8.0 and up, with the switches of
@@ -236,7 +236,7 @@ def attention(
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
-    """Whether the flash kernel is switched on and takes tensors of such shapes, without a mask.
+    """Return whether the flash kernel is switched on and takes tensors of such shapes, without a mask.
 
     Its conditions are those of native/transformers/cuda/sdp_utils.cpp, of which those that
     hold for the tensors of a model are left out.
@@ -260,7 +260,7 @@ def _flash(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """The flash kernel: native/transformers/attention.cpp, ``pad_last_dim``, pads heads to a multiple of 8."""
+    """Attend by the flash kernel, which pads heads to a multiple of 8: ``pad_last_dim`` of transformers/attention.cpp."""
     size = query.shape[-1]
     padded = (query, key, value)
     if size % 8:
@@ -274,7 +274,7 @@ def _flash(
 
 
 def _takes_efficient(query: Tensor, value: Tensor) -> bool:
-    """Whether the memory-efficient kernel is switched on and takes tensors of such dtypes and shapes."""
+    """Return whether the memory-efficient kernel is switched on and takes tensors of such dtypes and shapes."""
     if not mem_efficient_sdp_enabled() or query.dtype not in (*_HALF, torch.float32):
         return False
     multiple = 16 // query.element_size()
@@ -282,7 +282,7 @@ def _takes_efficient(query: Tensor, value: Tensor) -> bool:
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the memory-efficient kernel takes it.
+    """Return a mask as the memory-efficient kernel takes it.
 
     It is of the query's dtype, and its rows begin at multiples of 8 elements:
     native/transformers/attention.cpp, ``convert_boolean_attn_mask`` and
@@ -304,7 +304,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _copied_bytes(tensor: Tensor) -> int:
-    """The bytes of what a kernel copies first: a tensor whose rows by token are not in order."""
+    """Return the bytes of what a kernel copies first: a tensor whose rows by token are not in order."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.nbytes
 
 
@@ -317,7 +317,7 @@ def flash_backward_bytes(
     *_: Any,
     **__: Any,
 ) -> list[int]:
-    """The bytes that flash attention's backward holds beside its results: ``mha_bwd`` of cuda/flash_attn/flash_api.cpp.
+    """Return the bytes that flash attention's backward holds beside its results: ``mha_bwd`` of flash_attn/flash_api.cpp.
 
     The float32 sum of the query's gradient and its row sums, for 128 queries at a time,
     heads rounded to 32 (64 above 128); and where heads are grouped, the gradients of
@@ -340,7 +340,7 @@ def flash_backward_bytes(
 def efficient_forward_bytes(
     query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> list[int]:
-    """The bytes that the memory-efficient kernel holds beside its results.
+    """Return the bytes that the memory-efficient kernel holds beside its results.
 
     Heads above 128 are summed up in float32: ``kNeedsOutputAccumulatorBuffer`` of
     kernel_forward.h.
@@ -355,7 +355,7 @@ def efficient_forward_bytes(
 def efficient_backward_bytes(
     grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any
 ) -> list[int]:
-    """The bytes that the memory-efficient backward holds beside its results: ``_efficient_attention_backward``.
+    """Return the bytes that the memory-efficient backward holds beside its results: ``_efficient_attention_backward``.
 
     Row sums, and ``workspace_size`` of mem_eff_attention/kernel_backward.h: the query's
     gradient in float32, in tiles of 64 by 64 with 16 bytes each. A float32 product of
@@ -373,7 +373,7 @@ def efficient_backward_bytes(
 def softmax_backward_bytes(
     grad: Tensor, output: Tensor, *_: Any, **__: Any
 ) -> list[int]:
-    """The bytes of the product of gradient and output.
+    """Return the bytes of the product of gradient and output.
 
     It is made by ``softmax_backward_cuda_out`` of native/cuda/SoftMax.cu.
     """

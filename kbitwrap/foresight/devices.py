@@ -67,7 +67,7 @@ class Devices:
             )
 
     def on_each(self, step: Step) -> Step:
-        """The step on each device, from that of one device alone.
+        """Return the step on each device, from that of one device alone.
 
         Args:
             step: The step on one device.
@@ -85,7 +85,7 @@ class Devices:
         return step
 
     def unknown(self, step: Step) -> tuple[Unknown, ...]:
-        """The bytes that a library does not promise of a step on several devices.
+        """Return the bytes that a library does not promise of a step on several devices.
 
         Args:
             step: The step on one device.
@@ -126,7 +126,7 @@ class Devices:
         )
 
     def _bucket_bytes(self, shapes: Shapes) -> int:
-        """The bytes of the buckets: gradients get ready from the last parameter to the first."""
+        """Return the bytes of the buckets: gradients get ready from the last parameter to the first."""
         tensors = [
             torch.empty(shape.size, dtype=shape.dtype, device="meta")
             for shape in reversed(shapes)
@@ -143,11 +143,11 @@ class Devices:
         return total
 
     def _elsewhere(self, size: int) -> int:
-        """The bytes of sharded tensors that lie on other devices."""
+        """Return the bytes of sharded tensors that lie on other devices."""
         return size - -(-size // self.num_devices)
 
     def _sharded(self, step: Step, level: Sizes, phase: str | None) -> Sizes:
-        """A level with shards in place of what is sharded.
+        """Return a level with shards in place of what is sharded.
 
         In both passes the root and one unit are gathered; gradients are whole until
         they are reduced.
@@ -167,7 +167,7 @@ class Devices:
 
 
 def _changed(step: Step, change: Any) -> Step:
-    """A step whose levels are changed.
+    """Return a step whose levels are changed.
 
     Args:
         step: The step.
@@ -185,7 +185,7 @@ def _changed(step: Step, change: Any) -> Step:
 
 
 def _largest_unit(step: Step) -> Sizes:
-    """The bytes of the largest block; 0 where all lies in the root."""
+    """Return the bytes of the largest block; 0 where all lies in the root."""
     return max(
         step.units, key=lambda unit: unit[WEIGHTS] + unit[ADAPTERS], default=Sizes()
     )

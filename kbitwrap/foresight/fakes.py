@@ -44,7 +44,7 @@ _LARGE = 1 << 24  # bytes of a tensor whose values are not worth computing
 def _grouped_product(
     left: Any, right: Any, offsets: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
-    """The output of a product of groups, whose fake kernel refuses the dtypes that a CPU multiplies."""
+    """Return the output of a product of groups, whose fake kernel refuses the dtypes that a CPU multiplies."""
     shapes: Any = torch._meta_registrations
     return shapes._create_grouped_mm_output_tensor(left, right, offsets, out_dtype)
 
@@ -57,7 +57,7 @@ def _alignments(
     *_: Any,
     **__: Any,
 ) -> Any:
-    """The outputs of the CTC loss: of each sequence, and of the blanks and labels of the longest, at each time."""
+    """Return the outputs of the CTC loss: by sequence, and for the blanks and labels of the longest, at each time."""
     times, batch, _classes = log_probs.shape
     with _disable_current_modes():
         longest = int(lengths.max())
@@ -67,7 +67,7 @@ def _alignments(
 
 
 def _bags(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The outputs of sums of embeddings, which a CPU computes of bfloat16 as of float16, with as little beside them."""
+    """Return the outputs of sums of embeddings, which a CPU computes of bfloat16 with as little beside as of float16."""
     half = weight.half() if weight.dtype == torch.bfloat16 else weight
     output = torch.ops.aten._embedding_bag_forward_only.default(
         half,
@@ -78,7 +78,7 @@ def _bags(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _counts(indices: Tensor, weights: Any = None, minlength: int = 0) -> Any:
-    """The counts of indices that are all below the number of counts asked for, as those of experts are."""
+    """Return the counts of indices that are all below the number of counts asked for, as those of experts are."""
     if not minlength:
         return _aten.bincount.default(indices, weights)  # which torch refuses
     dtype = torch.int64
@@ -251,7 +251,7 @@ class KnownValues(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to guard each operation from its compiler: nothing is compiled here."""
+        """Return whether torch is to guard each operation from its compiler: nothing is compiled here."""
         return False
 
     def _is_known(self, tensor: Tensor) -> bool:
@@ -307,7 +307,7 @@ class KnownValues(TorchDispatchMode):
         return output
 
     def _is_for_real(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operation is computed: a view of what is real, or what is known and small."""
+        """Return whether an operation is computed: a view of what is real, or what is known and small."""
         tensors = tensors_in((args, kwargs))
         if func.is_view and all(map(_is_real, tensors)):
             return True  # it lies in the memory of a real tensor, known or not
@@ -326,7 +326,7 @@ class KnownValues(TorchDispatchMode):
         return all(tensor.nbytes <= most for tensor in made)
 
     def _positions(self, indices: Any) -> list[Any]:
-        """The indices, with the positions that known masks select in place of these."""
+        """Return the indices, with the positions that known masks select in place of these."""
         positions: list[Any] = []
         for index in indices:
             is_mask = index is not None and index.dtype == torch.bool
@@ -376,7 +376,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def asks_for_device(func: Any, args: Any) -> bool:
-    """Whether an operation asks a fake tensor for its device, as every second one does: no memory is in it."""
+    """Return whether an operation asks a fake tensor for its device, as every second one does: no memory is in it."""
     return func is _DEVICE and isinstance(args[0], FakeTensor)
 
 
@@ -455,7 +455,7 @@ class FakeModel:
         return mock.patch.object(utils, "is_fake_tensor", is_of_a_compiler)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """The fake tensor that stands for another, with its shape, strides and dtype.
+        """Return the fake tensor that stands for another, with its shape, strides and dtype.
 
         Args:
             tensor: A tensor, on the meta device or with values.

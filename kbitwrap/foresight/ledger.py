@@ -32,7 +32,7 @@ FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer"
 
 
 def rounded_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below a number."""
+    """Return the least multiple that is not below a number."""
     return -(-number // multiple) * multiple
 
 
@@ -78,7 +78,7 @@ Measure = Callable[[Storage], int]
 
 
 def in_bytes(storage: Storage) -> int:
-    """The measure of bytes."""
+    """Measure a storage in bytes."""
     return storage.num_bytes
 
 
@@ -110,7 +110,7 @@ class Span:
     events: list[tuple[Storage, bool]] = field(default_factory=list)
 
     def run(self, measure: Measure, times: Times) -> Run:
-        """The effect on memory of all that happens."""
+        """Return the effect on memory of all that happens."""
         net = Sizes()
         at_peak = Sizes()
         level = peak = 0
@@ -183,7 +183,7 @@ class Ledger:
             self.spans.append(self._last)
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
-        """The bytes held when the step began, by kind."""
+        """Return the bytes held when the step began, by kind."""
         total = Sizes()
         for storage in self.holders:
             total[storage.kind] += measure(storage)
@@ -192,7 +192,7 @@ class Ledger:
     def runs(
         self, measure: Measure = in_bytes, times: Times | None = None
     ) -> list[Run]:
-        """The runs of the step, in order.
+        """Return the runs of the step, in order.
 
         Args:
             measure: What is added up.

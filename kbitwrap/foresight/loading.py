@@ -43,7 +43,7 @@ class _Rise(NamedTuple):
 
 
 def loading_bytes(model: Any) -> int | None:
-    """The most bytes that ``from_pretrained`` holds on a CUDA device, as core_model_loading.py of transformers 5 loads.
+    """Return the most bytes that ``from_pretrained`` holds on CUDA, as core_model_loading.py of transformers 5 loads.
 
     Weights that it quantizes are loaded one at a time, in the natural order of their
     names: each lies on the device in the dtype of the model until it is quantized, and
@@ -182,7 +182,7 @@ def _names_in_files(model: Any) -> _Names:
 
 
 def _in_order(model: nn.Module, names: _Names) -> list[_Loaded]:
-    """The parameters, each once, in the order in which files name them."""
+    """Return the parameters, each once, in the order in which files name them."""
     found = []
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -210,7 +210,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _rise(loaded: _Loaded) -> _Rise:
-    """The bytes of a parameter that is loaded, and quantized, in its turn."""
+    """Return the bytes of a parameter that is loaded, and quantized, in its turn."""
     if is_built(loaded.parameter):
         return _quantized(loaded)
     size = _size(loaded.parameter)
@@ -218,7 +218,7 @@ def _rise(loaded: _Loaded) -> _Rise:
 
 
 def _read_ahead(loaded: _Loaded, rise: _Rise) -> _Rise:
-    """The bytes of a parameter whose tensors in files are on the device before its turn."""
+    """Return the bytes of a parameter whose tensors in files are on the device before its turn."""
     if not is_built(loaded.parameter):
         return _Rise(rise.kept, rise.highest - rise.kept, 0)
     # of a few bytes: what says how it was quantized, and the offset of double quantization that is read from it
@@ -229,7 +229,7 @@ def _read_ahead(loaded: _Loaded, rise: _Rise) -> _Rise:
 
 
 def _quantized(loaded: _Loaded) -> _Rise:
-    """The bytes of a weight while it is quantized: it stays until that is done."""
+    """Return the bytes of a weight while it is quantized: it stays until that is done."""
     whole = loaded.parameter.unpacked
     shape = whole.shape[::-1] if loaded.is_transposed else whole.shape  # in its file
     watch = Watch(on_cuda=True)

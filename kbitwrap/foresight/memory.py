@@ -108,7 +108,7 @@ class StepMemory(Peaks, Report):
         return least, most
 
     def to_dict(self) -> dict[str, Any]:
-        """The prediction as plain values, ready for JSON."""
+        """Return the prediction as plain values, ready for JSON."""
         figures = {name: getattr(self, name) for name in _FIGURES}
 
         figures["unknown_bytes"] = list(self.unknown_bytes)
@@ -118,7 +118,7 @@ class StepMemory(Peaks, Report):
         return figures
 
     def _levels(self) -> Levels:
-        """The bytes by kind before the step, and at the highest level of each phase."""
+        """Return the bytes by kind before the step, and at the highest level of each phase."""
         return {"before": self.static_by_kind, **self.levels}
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class StepMemory(Peaks, Report):
         return "\n".join(lines)
 
     def _said(self) -> list[str]:
-        """The lines of the unknown range, the notes and the warnings."""
+        """Return the lines of the unknown range, the notes and the warnings."""
         lines = []
         if self.loading_bytes is not None:
             lines.append(
@@ -149,21 +149,21 @@ class StepMemory(Peaks, Report):
         return lines + few([f"warning: {warning}" for warning in self.warnings])
 
     def _brief(self) -> str:
-        """The step that was predicted, and its peak, in one line."""
+        """Return the step that was predicted, and its peak, in one line."""
         return (
             f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, "
             f"on {self.kernels}: {format_bytes(self.peak_bytes)} at the peak"
         )
 
     def _bars(self) -> list[Bar]:
-        """A bar for each kind that is held at the peak."""
+        """Return a bar for each kind that is held at the peak."""
         bars = []
         for kind, size in self.by_kind.items():
             bars.append(Bar(_title(kind), (size,), format_bytes(size)))
         return bars
 
     def _lines(self) -> list[str]:
-        """The lines below the bars."""
+        """Return the lines below the bars."""
         levels = {"before": self.static_bytes, **self.phases}
         said = [f"{name} {format_bytes(size)}" for name, size in levels.items()]
         return [f"peaks of the phases: {', '.join(said)}", *self._said()]
@@ -205,5 +205,5 @@ class StepMemory(Peaks, Report):
 
 
 def _title(kind: str) -> str:
-    """The name of a kind of memory, for people."""
+    """Return the name of a kind of memory, for people."""
     return kind.replace("_", " ")

@@ -102,7 +102,7 @@ class OptimizerSteps:
 
 @functools.cache
 def named_steps(name: str, on_cuda: bool) -> OptimizerSteps:
-    """The steps of a named optimizer, for every model of a process.
+    """Return the steps of a named optimizer, for every model of a process.
 
     They depend on shapes alone, and one of a 7B's 448 adapters takes as long as the
     model's passes.

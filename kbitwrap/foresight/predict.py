@@ -262,7 +262,7 @@ class StepPredictor:
         return most if isinstance(most, int) and most > 0 else None
 
     def longest_sequence(self, budget: int | str, batch_size: int = 1) -> int:
-        """The longest sequence, in tokens, whose step fits a budget: at most the model's own longest.
+        """Find the longest sequence, in tokens, whose step fits a budget: at most the model's own longest.
 
         Args:
             budget: Bytes, or a string such as ``"8GiB"``, for all that the step, and
@@ -295,7 +295,7 @@ class StepPredictor:
         return search(known or [2048])
 
     def _numbers_of_tokens(self) -> set[int]:
-        """The numbers in the model's config that a length may be compared with, such as that of a window."""
+        """Return the numbers in the model's config that a length may be compared with, such as that of a window."""
         from transformers import PretrainedConfig
 
         found: set[int] = set()
@@ -311,7 +311,7 @@ class StepPredictor:
         return found
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
-        """The largest batch whose step fits a budget.
+        """Find the largest batch whose step fits a budget.
 
         Args:
             budget: Bytes, or a string such as ``"8GiB"``, for all that the step, and
@@ -334,7 +334,7 @@ class StepPredictor:
         return search(known or [1])
 
     def _can_load(self, budget: int | str) -> bool:
-        """Whether a budget holds what loading the model takes, without which there is no step."""
+        """Return whether a budget holds what loading the model takes, without which there is no step."""
         return (self._loading_bytes or 0) <= parse_bytes(budget)
 
     @property

@@ -20,13 +20,13 @@ from ..model.quantization import is_quantized_parameter, quantized_stacks
 
 
 def _parts_of_product() -> Callable[..., Tensor]:
-    """The 4-bit matrix product in two operations, as bitsandbytes computes it where it has no kernel for both."""
+    """Return bitsandbytes' function for the 4-bit matrix product where it has no kernel: dequantizing comes first."""
     operations: Any = sys.modules["bitsandbytes.backends.default.ops"]
     return operations._gemm_4bit_default_impl  # type: ignore[no-any-return]
 
 
 def _parts_of_int8_product() -> Callable[..., Tensor]:
-    """The 8-bit matrix product and its scaling, with the int32 result between them."""
+    """Return a function that computes the 8-bit matrix product and its scaling, with the int32 result between them."""
     parts: Any = torch.ops.bitsandbytes
 
     def product(
@@ -47,14 +47,14 @@ DECOMPOSED = {
 
 
 def _is_holder(value: Any) -> bool:
-    """Whether a value may hold tensors: a list, a dict, or an object of a quantization library."""
+    """Return whether a value may hold tensors: a list, a dict, or an object of a quantization library."""
     return isinstance(value, (dict, list)) or type(value).__module__.startswith(
         "bitsandbytes."
     )
 
 
 def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, Tensor]]:
-    """The tensors in a holder, and in the holders in it: the fields that each is in, its key there, and the tensor."""
+    """Yield the tensors in a holder, and in the holders in it: the fields that each is in, its key, and the tensor."""
     fields = owner if isinstance(owner, (dict, list)) else vars(owner)
     for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
         if isinstance(value, Tensor):
@@ -75,7 +75,7 @@ def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
 
 
 def statistics_of(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that hold the quantization state of a layer, beside its weight."""
+    """Yield the tensors that hold the quantization state of a layer, beside its weight."""
     holders: list[Any] = [state for _, state in quantized_stacks(module).values()]
     for parameter in module._parameters.values():
         if parameter is None:
@@ -114,7 +114,7 @@ def quantize_fakes(
     statistics: Any,
     fake: Callable[[Any], Any],
 ) -> Any:
-    """A stand-in for a bitsandbytes weight: a plain parameter of its storage, with the statistics that go with it.
+    """Return a stand-in for a bitsandbytes weight: a plain parameter of its storage, with its statistics.
 
     Args:
         module: The layer.
@@ -149,23 +149,23 @@ def _is_int8(parameter: Any) -> bool:
 
 
 def is_built(parameter: Any) -> bool:
-    """Whether a weight was built from a config, and has no statistics."""
+    """Return whether a weight was built from a config, and has no statistics."""
     return getattr(parameter, "unpacked", None) is not None
 
 
 def method_of(quantizer: Any) -> str:
-    """The name of the method of a quantizer of transformers."""
+    """Return the name of the method of a quantizer of transformers."""
     method = quantizer.quantization_config.quant_method
     return str(getattr(method, "value", method))
 
 
 def is_followed(quantizer: Any) -> bool:
-    """Whether a quantizer of transformers is one whose weights ``quantize_weight`` makes."""
+    """Return whether a quantizer of transformers is one whose weights ``quantize_weight`` makes."""
     return method_of(quantizer).startswith("bitsandbytes")
 
 
 def _in_four_bits(parameter: Any, weight: Tensor) -> Any:
-    """The storage and the statistics of a weight that is quantized as a parameter says."""
+    """Return the storage and the statistics of a weight that is quantized as a parameter says."""
     functional: Any = sys.modules["bitsandbytes.functional"]
     return functional.quantize_4bit(
         weight,
@@ -212,7 +212,7 @@ def with_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def _of_name(name: str, data: Tensor) -> nn.Parameter:
-    """A parameter of fake data under the name of a class, by which PEFT finds out how to compute the values."""
+    """Return a parameter of fake data under the name of a class, by which PEFT finds out how to compute the values."""
     parameter = nn.Parameter(data, requires_grad=False)
     parameter.__class__ = _named_class(name)
     return parameter
@@ -224,14 +224,14 @@ def _named_class(name: str) -> type:
 
 
 def int8_quantization_bytes(value: Tensor, *_: Any, **__: Any) -> list[int]:
-    """The bytes that a search for outliers allocates on CUDA: magnitudes, and where they are large."""
+    """Return the bytes that a search for outliers allocates on CUDA: magnitudes, and where they are large."""
     return [value.nbytes, value.numel()]
 
 
 def int8_scaling_bytes(
     product: Tensor, *statistics: Any, dtype: Any = None, **_: Any
 ) -> list[int]:
-    """The float16 result of scaling on CUDA, where another dtype is asked for."""
+    """Return the float16 result of scaling on CUDA, where another dtype is asked for."""
     return [] if dtype in (None, torch.float16) else [product.numel() * 2]
 
 
@@ -288,7 +288,7 @@ def warm_tables() -> None:
 def library_optimizer(
     name: str, parameters: Any, lr: float, bits: int, is_paged: bool
 ) -> Any:
-    """An optimizer of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory.
+    """Return an optimizer of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory.
 
     Args:
         name: The name of its class.
@@ -310,7 +310,7 @@ _PAGED = ("state1", "state2")
 
 
 def on_device(optimizer: Any, parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The part of a parameter's state that lies on a CUDA device, and not in managed memory.
+    """Return the part of a parameter's state that lies on a CUDA device, and not in managed memory.
 
     Args:
         optimizer: Any optimizer.

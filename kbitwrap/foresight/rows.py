@@ -13,7 +13,7 @@ _SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def tokenizer_of(vocabulary_size: int, ordinary: int) -> Any:
-    """A tokenizer of transformers for texts of one word, which is made in memory.
+    """Return a tokenizer of transformers for texts of one word, which is made in memory.
 
     Args:
         vocabulary_size: The number of the model's tokens.
@@ -44,7 +44,7 @@ def _text(length: int) -> str:
 
 
 def _tokens(args: Any, token: int, seq_len: int) -> Row:
-    """A row that transformers' own collator and TRL's for SFT take."""
+    """Return a row that transformers' own collator and TRL's for SFT take."""
     row: Row = {"input_ids": [token] * seq_len, "labels": [token] * seq_len}
     if getattr(args, "packing", False) and args.packing_strategy != "wrapped":
         # packed documents are more than one, and attention keeps them apart
@@ -54,7 +54,7 @@ def _tokens(args: Any, token: int, seq_len: int) -> Row:
 
 
 def _pair(args: Any, token: int, seq_len: int) -> Row:
-    """A prompt of half the length, with two answers."""
+    """Return a prompt of half the length, with two answers."""
     prompt = seq_len // 2
     answer = [token] * (seq_len - prompt)
     return {
@@ -65,7 +65,7 @@ def _pair(args: Any, token: int, seq_len: int) -> Row:
 
 
 def _tokenized_pair(args: Any, token: int, seq_len: int) -> Row:
-    """The same as ORPO and CPO keep it: whole sequences, whose labels leave the prompt out."""
+    """Return the same pair as ORPO and CPO keep it: whole sequences, whose labels leave the prompt out."""
     prompt = seq_len // 2
     row: Row = {
         "prompt_input_ids": [token] * prompt,
@@ -79,7 +79,7 @@ def _tokenized_pair(args: Any, token: int, seq_len: int) -> Row:
 
 
 def _unpaired(args: Any, token: int, seq_len: int) -> Row:
-    """A prompt of half the length with one answer, and another's answer where the loss compares with those."""
+    """Return a prompt of half the length with one answer, and another's answer where the loss compares with those."""
     prompt = seq_len // 2
     answer = [token] * (seq_len - prompt)
     row: Row = {"prompt_ids": [token] * prompt, "completion_ids": answer, "label": True}
@@ -95,12 +95,12 @@ def _ranked(args: Any, token: int, seq_len: int) -> Row:
 
 
 def _prompt(args: Any, token: int, seq_len: int) -> Row:
-    """A prompt that leaves room for a completion."""
+    """Return a prompt that leaves room for a completion."""
     return {"prompt": _text(max(1, seq_len - completion_length(args, seq_len)))}
 
 
 def completion_length(args: Any, seq_len: int) -> int:
-    """The tokens of a completion, in a sequence of so many: as many as the arguments allow beside a prompt."""
+    """Return the tokens of a completion, in a sequence of so many: as many as the arguments allow beside a prompt."""
     most = args.max_completion_length or seq_len
     return max(1, min(most, seq_len - 1))
 

@@ -150,7 +150,7 @@ class _LibraryPatches:
 
 
 def _has_no_values(model: nn.Module) -> bool:
-    """Whether a model was built without weights."""
+    """Return whether a model was built without weights."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -183,7 +183,7 @@ def _record(
 
 
 def _settings_of(model: nn.Module, precision: str) -> dict[str, Any]:
-    """The settings of a prediction for a model: those of its preparation, if it was prepared."""
+    """Return the settings of a prediction for a model: those of its preparation, if it was prepared."""
     for module in model.modules():
         recorded = vars(module).pop(_PREPARED, None)
         if recorded is not None:

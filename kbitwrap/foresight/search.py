@@ -214,7 +214,7 @@ def _polynomial(sizes: tuple[int, ...], values: Values, size: int) -> Fraction:
 
 
 def _has(form: Form, sizes: tuple[int, ...], values: Values) -> bool:
-    """Whether a form has each value at its size, and whole numbers at the sizes beside them."""
+    """Return whether a form has each value at its size, and whole numbers at the sizes beside them."""
     if any(form(size) != value for size, value in zip(sizes, values, strict=True)):
         return False
     beside = [form(size + 1) for size in sizes]

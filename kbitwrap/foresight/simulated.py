@@ -120,7 +120,7 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
-    """The model of a step, on the meta device: copied from a live one, or built from a config.
+    """Return the model of a step, on the meta device: copied from a live one, or built from a config.
 
     Args:
         source: A model, or a name, folder or config of one.

@@ -149,7 +149,7 @@ class Watch(TorchDispatchMode):
         self.enter(self.phase, part)
 
     def _kind(self, arguments: Any, output: Tensor) -> str:
-        """The kind of what an operation made: if it is computed of weights alone, a copy of weights."""
+        """Return the kind of what an operation made: if it is computed of weights alone, a copy of weights."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
         inputs = [self._known(tensor) for tensor in tensors_in(arguments)]
@@ -166,7 +166,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to guard each operation from its compiler: nothing is compiled here."""
+        """Return whether torch is to guard each operation from its compiler: nothing is compiled here."""
         return False
 
     def __torch_dispatch__(
@@ -203,14 +203,14 @@ class Watch(TorchDispatchMode):
 
 @functools.cache
 def _has_own_operations(cls: type) -> bool:
-    """Whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
+    """Return whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
     if cls in (Tensor, nn.Parameter) or issubclass(cls, FakeTensor):
         return False
     return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
 def held_tensors(tree: ModelTree) -> Iterator[tuple[Tensor, str, nn.Module]]:
-    """The tensors that a model holds.
+    """Yield the tensors that a model holds.
 
     Args:
         tree: The model.
@@ -235,7 +235,7 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[Tensor, str, nn.Module]]:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, on_cuda: bool = False
 ) -> Iterator[Tensor]:
-    """The tensors of an optimizer's state on its device.
+    """Yield the tensors of an optimizer's state on its device.
 
     Args:
         optimizer: The optimizer.
@@ -367,7 +367,7 @@ class StepTracker(Peaks):
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The width of a model's logits, if it says where they are made; else 0."""
+    """Return the width of a model's logits, if it says where they are made; else 0."""
     find: Any = getattr(model, "get_output_embeddings", None)
     if find is None:
         return 0

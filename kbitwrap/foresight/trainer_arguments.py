@@ -51,7 +51,7 @@ _REFUSED = {
 
 
 def trainer_class(args: Any) -> Any:
-    """The class of the trainer that takes an arguments object.
+    """Return the class of the trainer that takes an arguments object.
 
     It is ``XTrainer`` of the module beside the one of ``XConfig``, and transformers'
     own for ``TrainingArguments``; for a derived class, that of the nearest.
@@ -156,7 +156,7 @@ def check_on_cuda(args: Any) -> None:
 
 
 def checkpointing_of(args: Any) -> dict[str, Any]:
-    """The fields of ``PrepareConfig`` that say of checkpointing what the arguments say."""
+    """Return the fields of ``PrepareConfig`` that say of checkpointing what the arguments say."""
     fields = {}
     for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
         # transformers 5.23 reads the new name, and drops the old one in 6.
@@ -172,7 +172,7 @@ PROMPT = 512
 
 
 def batch_of(args: Any, batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
-    """The batch that the arguments describe.
+    """Return the batch that the arguments describe.
 
     Args:
         args: The arguments.

@@ -46,7 +46,7 @@ class Unknown:
 def unknowns(
     step: Step, tokens: int, sampled: int, *, has_int8: bool
 ) -> tuple[Unknown, ...]:
-    """The unknown parts of a step's peak on CUDA.
+    """Return the unknown parts of a step's peak on CUDA.
 
     Args:
         step: The predicted step.
@@ -98,7 +98,7 @@ def unknowns(
 
 
 def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
-    """The bytes of a sample of every parameter that was there before the adapters, at most."""
+    """Return the bytes of a sample of every parameter that was there before the adapters, at most."""
     owners = blocks.owners()
     by_part: dict[Part | None, int] = {}
     for module in model.modules():
