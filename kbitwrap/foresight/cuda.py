@@ -260,7 +260,7 @@ def _flash(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attend by the flash kernel, which pads heads to a multiple of 8: ``pad_last_dim`` of transformers/attention.cpp."""
+    """Attend by the flash kernel, which pads heads to a multiple of 8: ``pad_last_dim`` of attention.cpp."""
     size = query.shape[-1]
     padded = (query, key, value)
     if size % 8:
@@ -317,7 +317,7 @@ def flash_backward_bytes(
     *_: Any,
     **__: Any,
 ) -> list[int]:
-    """Return the bytes that flash attention's backward holds beside its results: ``mha_bwd`` of flash_attn/flash_api.cpp.
+    """Return the bytes that flash attention's backward holds beside its results: ``mha_bwd`` of flash_api.cpp.
 
     The float32 sum of the query's gradient and its row sums, for 128 queries at a time,
     heads rounded to 32 (64 above 128); and where heads are grouped, the gradients of

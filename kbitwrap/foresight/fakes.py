@@ -67,7 +67,7 @@ def _alignments(
 
 
 def _bags(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the outputs of sums of embeddings, which a CPU computes of bfloat16 with as little beside as of float16."""
+    """Return the outputs of sums of embeddings: a CPU computes those of bfloat16 as those of float16."""
     half = weight.half() if weight.dtype == torch.bfloat16 else weight
     output = torch.ops.aten._embedding_bag_forward_only.default(
         half,

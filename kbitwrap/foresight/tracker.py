@@ -38,7 +38,7 @@ from .ledger import (
     Storage,
     highest_levels,
 )
-from .quantization import DECOMPOSED, on_device, statistics_of
+from .quantization import DECOMPOSED, statistics_of
 
 # the fields of every module, which hold no tensors but parameters and buffers
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -245,14 +245,17 @@ def optimizer_tensors(
     Yields:
         The tensors.
     """
+    is_paged = getattr(optimizer, "is_paged", False)
     for group in optimizer.param_groups:
         on_host = on_cuda and not (group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             state = dict(optimizer.state.get(parameter, {}))
             if on_host:
                 state.pop("step", None)
-            if on_cuda:
-                state = on_device(optimizer, parameter, state)
+            # from so many elements on: get_state_buffer of bitsandbytes/optim/optimizer.py
+            if on_cuda and is_paged and parameter.numel() >= 1e5:
+                state.pop("state1", None)
+                state.pop("state2", None)
             yield from tensors_in(state)
 
 
