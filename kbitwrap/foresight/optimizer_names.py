@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
+from .quantization import library_optimizer
 
 # Torch's, which on CUDA update all parameters at once unless they are fused.
 _OF_TORCH = {
@@ -106,12 +105,7 @@ def named_optimizer(name: Any, parameters: Any, on_cuda: bool) -> Any:
         if name in names:
             bits = 8 if "8bit" in name else 32
             is_paged = name.startswith("paged")
-            optimizer = getattr(importlib.import_module("bitsandbytes.optim"), cls)
-            pages = {"is_paged": True} if is_paged else {}
-            with _disable_current_modes():  # it computes its tables of codes
-                return optimizer(
-                    parameters, lr=_LEARNING_RATE, optim_bits=bits, **pages
-                )
+            return library_optimizer(cls, parameters, _LEARNING_RATE, bits, is_paged)
     if name in _OF_PACKAGES:
         return _of_package(name, parameters)
     known = [*_OF_TORCH, "adamw_torch_fused", "adafactor", *_OF_PACKAGES]
@@ -129,7 +123,7 @@ def refuse_unpredicted(name: str) -> None:
 
 
 def _of_package(name: str, parameters: Any) -> Any:
-    """Return the optimizer of a package as the trainer makes it by default."""
+    """The optimizer of a package as the trainer makes it by default."""
     from transformers import Trainer
 
     settings: Any = SimpleNamespace(
