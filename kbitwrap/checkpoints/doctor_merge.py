@@ -90,9 +90,9 @@ def unmeasured_merge(subject: Subject) -> Finding | None:
         )
 
     may_be_merged = bool(base.sources)
-    if isinstance(subject, Folder) and not is_numbered(subject.path):
-        is_served = _quantization_of_served(options) is not None
-        may_be_merged |= not subject.adapters and not is_served
+    is_folder = isinstance(subject, Folder) and not is_numbered(subject.path)
+    if is_folder and not subject.adapters and not may_be_merged:
+        may_be_merged = _quantization_of_served(options) is None
 
     if options.adapter is None and may_be_merged:
         return not_measured(
