@@ -153,7 +153,7 @@ class ModuleAttributes(Slot):
 
     def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Write the attributes back, on the tree's substitutes too."""
-        for number, module in self._index.live() + self._index.substitutes(tree):
+        for number, module in self._index.find(tree):
             write_attributes(module, self.before[number])
 
     def resume(self, tree: ModelTree, value: Attributes) -> None:

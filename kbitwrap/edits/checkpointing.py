@@ -126,7 +126,7 @@ class Hooks(Slot):
 
     def _ids(self) -> set[int]:
         """Return the ids of the hooks that there are now."""
-        return set().union(*[_forward_hooks(one) for _, one in self._index.live()])
+        return set().union(*map(_forward_hooks, self._index.numbers))
 
     def to_remove(self, module: nn.Module) -> list[int]:
         """Return the ids of a module's hooks that undoing removes, oldest first."""

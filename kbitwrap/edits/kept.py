@@ -70,7 +70,7 @@ class ForwardState(Slot):
 
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
-        self._records = tree.base_records
+        self._records = [tree.record(tensor) for tensor in tree.base_tensors]
         self._contents: dict[int | None, _Contents] = {}  # by the modules' numbers
         for node in tree.plain_base:
             module, values = node.module, []
@@ -79,7 +79,7 @@ class ForwardState(Slot):
                 values.append({name: _to_keep(place[name]) for name in names})
             unsaved = set(module._non_persistent_buffers_set)
             contents = _Contents(values, unsaved, _sizes(module))
-            self._contents[self._index.number(module)] = contents
+            self._contents[self._index.numbers[module]] = contents
 
     def read(self, tree: ModelTree) -> ForwardState:
         """Return the slot of what modules hold now."""
@@ -99,8 +99,8 @@ class ForwardState(Slot):
                     around.add(id(node.module))
         # the names of what was put back, by module
         names: dict[nn.Module, list[str]] = {}
-        for number, module in self._index.live() + self._index.substitutes(tree):
-            is_substitute = self._index.number(module) is None
+        for number, module in self._index.find(tree):
+            is_substitute = module not in self._index.numbers
             if number in self._contents:
                 names[module] = _put_back(
                     module,
@@ -120,7 +120,7 @@ class ForwardState(Slot):
 
     def undo_on(self, shell: nn.Module, module: nn.Module) -> None:
         """Put back on a module's shell what undoing would put back on the module."""
-        contents = self._contents.get(self._index.number(module))
+        contents = self._contents.get(self._index.numbers.get(module))
         if contents is not None:
             _put_back(shell, contents, is_shared=True)
 

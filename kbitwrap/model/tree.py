@@ -252,11 +252,6 @@ class ModelTree:
         """Every place of the base's parameters in the base."""
         return _tensors_of(self.plain_base)
 
-    @cached_property
-    def base_records(self) -> list[ParameterRecord]:
-        """The records of ``base_tensors``, in their order."""
-        return [self.record(tensor) for tensor in self.base_tensors]
-
     def resized(
         self, records: Iterable[ParameterRecord]
     ) -> list[tuple[ParameterRecord, NamedTensor]]:
@@ -358,37 +353,36 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 class ModuleIndex:
-    """The modules of a tree, numbered and held weakly.
+    """The modules of a tree, held weakly, by which they are found again.
 
-    By it they are found again through wrappers, copies and merges.
+    They are found through wrappers, copies and merges.
+
+    Attributes:
+        numbers: The numbers of those that are still alive, in the tree's order.
     """
 
     def __init__(self, tree: ModelTree) -> None:
-        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = (
+        self.numbers: weakref.WeakKeyDictionary[nn.Module, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._classes: list[type] = []
-        for number, node in enumerate(tree.modules):
-            self._numbers[node.module] = number
-            self._classes.append(type(node.module))
-
+        self._classes = [type(node.module) for node in tree.modules]
         # Of modules that are gone too: copies of them have their marks.
-        self._by_id = {id(module): n for module, n in self._numbers.items()}
+        self._by_id: dict[int, int] = {}
+        for number, node in enumerate(tree.modules):
+            self.numbers[node.module] = self._by_id[id(node.module)] = number
+
         # A shared module is there under each of its names.
-        self._by_fqn = {node.fqn: self._numbers[node.module] for node in tree.nodes}
+        self._by_fqn = {node.fqn: self.numbers[node.module] for node in tree.nodes}
 
-    def number(self, module: nn.Module) -> int | None:
-        """Return the number of a module, in the tree's order; ``None`` if it was not there."""
-        return self._numbers.get(module)
+    def find(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
+        """Find the modules that are still alive, and their substitutes in a tree.
 
-    def substitutes(self, tree: ModelTree) -> list[tuple[int, nn.Module]]:
-        """Return the modules that were not there, as PEFT's copies.
-
-        Each comes with the number of the one that it stands for.
+        A substitute was not there, as PEFT's copies were not. It comes with the number
+        of the module that it stands for.
         """
-        found = []
+        found = [(number, module) for module, number in self.numbers.items()]
         for node in tree.modules:
-            if self.number(node.module) is not None:
+            if node.module in self.numbers:
                 continue
             mark = tree.records.mark_of(node.module)
             number = None if mark is None else self._by_id.get(mark.of)
@@ -399,12 +393,7 @@ class ModuleIndex:
 
         return found
 
-    def live(self) -> list[tuple[int, nn.Module]]:
-        """Return the modules that are still alive, each with its number."""
-        return [(number, module) for module, number in self._numbers.items()]
-
     def live_and_of(self, tree: ModelTree) -> list[nn.Module]:
         """Return the modules that are still alive, and those of a tree, each once."""
-        modules = [module for _, module in self.live()]
-        modules += [node.module for node in tree.modules]
+        modules = [*self.numbers, *[node.module for node in tree.modules]]
         return list(dict.fromkeys(modules))
