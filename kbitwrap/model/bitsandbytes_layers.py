@@ -143,32 +143,27 @@ def when_quantized(module: nn.Module, watcher: Callable[[nn.Module], None]) -> N
 def _quantized(pending: Any) -> Any:
     """Make the weight that a pending one becomes when it is moved to its device."""
     values = pending.detach().as_subclass(Tensor)
+    is_int8 = type(pending).__name__ == "Int8Params"
+    parts = values.reshape(-1).split(_AT_ONCE)
+    if is_int8:
+        parts = values.split(max(_AT_ONCE // max(values.shape[1], 1), 1))
     codes, scales = [], []
-    if type(pending).__name__ == "Int8Params":
-        num_rows = max(_AT_ONCE // max(values.shape[1], 1), 1)
-        for rows in values.split(num_rows):
-            made, of_rows, _ = _functional().int8_vectorwise_quant(rows.half())
-            codes.append(made)
-            scales.append(of_rows)
-        data = torch.cat(codes)
-        return type(pending)(data, requires_grad=False, CB=data, SCB=torch.cat(scales))
+    for part in parts:
+        made, state = _quantize_as(None if is_int8 else pending, part)
+        codes.append(made)
+        scales.append(state if is_int8 else state.absmax)
 
-    for part in values.reshape(-1).split(_AT_ONCE):
-        packed, state = _functional().quantize_4bit(
-            part,
-            blocksize=pending.blocksize,
-            quant_type=pending.quant_type,
-            quant_storage=pending.quant_storage,
-        )
-        codes.append(packed)
-        scales.append(state.absmax)
+    data = torch.cat(codes)
+    if is_int8:
+        return type(pending)(data, requires_grad=False, CB=data, SCB=torch.cat(scales))
 
     state.absmax = torch.cat(scales)
     state.shape = pending.shape
     if pending.compress_statistics:
         _compress(state)
 
-    weight = Tensor._make_subclass(type(pending), torch.cat(codes))
+    data = data.flatten().view(pending.quant_storage).unsqueeze(1)
+    weight = Tensor._make_subclass(type(pending), data)
     fields = {**vars(pending), "quant_state": state, "bnb_quantized": True}
     fields.pop(_SHARED, None)
     vars(weight).update(fields)
@@ -273,19 +268,25 @@ def codes_of(module: nn.Module) -> Codes | None:
     return TableCodes(codes, values, scales.float(), state.blocksize)
 
 
-def _quantize_as(state: Any, values: Tensor) -> tuple[Tensor, Any]:
-    """Quantize values as a layer with these 4-bit statistics was, or, with none, to 8 bits.
+def _quantize_as(settings: Any, values: Tensor) -> tuple[Tensor, Any]:
+    """Quantize values to 4 bits, with settings as of a weight or its statistics, or, with none, to 8.
 
     The scales are not quantized again.
+
+    Returns:
+        The codes, those of 4 bits as bytes, and the statistics, or the scales of the
+            rows.
     """
-    if state is None:
+    if settings is None:
         codes, scales, _ = _functional().int8_vectorwise_quant(values.half())
         return codes, scales
 
-    packed, own = _functional().quantize_4bit(
-        values.contiguous(), blocksize=state.blocksize, quant_type=state.quant_type
+    packed, state = _functional().quantize_4bit(
+        values.contiguous(),
+        blocksize=settings.blocksize,
+        quant_type=settings.quant_type,
     )
-    return packed, own
+    return packed, state
 
 
 def share_of_codes(module: nn.Module, values: Tensor) -> float:

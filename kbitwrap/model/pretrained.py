@@ -169,6 +169,7 @@ def load_pretrained(
         "dtype": dtype or "auto",
         "device_map": {"": torch.device(device)},  # see `_CPU`
         "output_loading_info": True,
+        "trust_remote_code": trust_remote_code,
     }
     is_quantized = getattr(config, "quantization_config", None) is not None
     if quantization_config and not is_quantized and not is_pending:
@@ -177,15 +178,14 @@ def load_pretrained(
     if num_labels is not None:
         options["num_labels"] = num_labels
 
-    auto_classes: list[str] = []
-    if trust_remote_code:  # a repository may have code of its own for some
-        options["trust_remote_code"] = True
-        own = getattr(config, "auto_map", None) or ()
-        auto_classes += [name for name in _AUTO_CLASSES if name in own]
+    # A repository may have code of its own for some Auto classes, which may run.
+    own = getattr(config, "auto_map", None) if trust_remote_code else None
+    auto_classes = [name for name in _AUTO_CLASSES if name in (own or ())]
+    if auto_classes:
+        cls: Any = getattr(transformers, auto_classes[0])
+    else:
+        cls = _model_class(config)
 
-    cls: Any = None if auto_classes else _model_class(config)
-    for name in auto_classes[:1]:
-        cls = getattr(transformers, name)
     try:
         model, info = cls.from_pretrained(name_or_path, **options)
     except Exception as error:  # of transformers, safetensors and quantizers
@@ -501,15 +501,9 @@ def _before_loading(
         if part is not None:
             part.dtype = dtype
 
-    values = {
-        "dtype": dtype,
-        "is_quantized": True,
-        "_is_ds_init_called": False,
-        "allow_all_kernels": None,
-    }
-    # Which of these it takes depends on the version of transformers.
-    names = inspect.signature(model_class.get_init_context).parameters
-    contexts = model_class.get_init_context(**{name: values[name] for name in names})
+    contexts = model_class.get_init_context(
+        dtype=dtype, is_quantized=True, _is_ds_init_called=False, allow_all_kernels=None
+    )
     count = itertools.count()
 
     def refuse(*_: object) -> None:
@@ -534,9 +528,9 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
     It keeps some of it beside any half dtype, and some beside float16 alone.
     """
-    patterns = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    patterns = [*(model._keep_in_fp32_modules_strict or ())]
     if dtype == torch.float16:
-        patterns += getattr(model, "_keep_in_fp32_modules", None) or ()
+        patterns += model._keep_in_fp32_modules or ()
     if not patterns or dtype not in HALF_DTYPES:
         return
 

@@ -127,7 +127,7 @@ class ModelTree:
 
     @cached_property
     def plain_base(self) -> list[Node]:
-        """Those whose class is not PEFT's: such a module may be in the base itself."""
+        """The places of the base's modules that are not of PEFT's classes: some may be in the base itself."""
         return [node for node in self.base if not is_adapter_class(type(node.module))]
 
     @cached_property

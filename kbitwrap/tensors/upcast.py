@@ -412,7 +412,7 @@ def multiplies_half(left: Tensor, half: Tensor) -> bool:
     """Return whether the device multiplies half tensors into the float32 that it sums in."""
     if not left.is_cuda or left.dtype != half.dtype:
         return False
-    return torch.version.hip is None and "dtype" in aten.mm.overloads()
+    return torch.version.hip is None
 
 
 def _upcast(arguments: Any) -> Any:
