@@ -76,14 +76,12 @@ def kind_of(settings: Mapping[str, Any]) -> QuantKind | None:
     if settings.get("load_in_8bit"):
         return QuantKind.INT8
 
-    if not settings.get("load_in_4bit"):
-        return None
-
-    name = str(settings.get("bnb_4bit_quant_type") or "fp4")
-    if settings.get("bnb_4bit_use_double_quant"):
-        name += "-double"
-    known = {kind.value: kind for kind in QuantKind}
-    return known.get(name)
+    asked = {
+        "load_in_4bit": bool(settings.get("load_in_4bit")),
+        "bnb_4bit_quant_type": settings.get("bnb_4bit_quant_type") or "fp4",
+        "bnb_4bit_use_double_quant": bool(settings.get("bnb_4bit_use_double_quant")),
+    }
+    return next((kind for kind in QuantKind if kind.settings == asked), None)
 
 
 @dataclass(frozen=True)
