@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..export.sums import ComparisonSums
 from ..reports import first_of
-from .figures import Against, Figures, grid_shape
+from .figures import Figures, grid_shape
 
 LOST_BY_A_TIE = "a trained weight was lost: loading ties it to another"
 UNCHANGED = "no delta: the base's bytes, unchanged"
@@ -72,7 +73,7 @@ def is_right(figures: Figures) -> bool:
     return any(_explains(against, figures) for against in figures.references)
 
 
-def _explains(against: Against, figures: Figures) -> bool:
+def _explains(against: ComparisonSums, figures: Figures) -> bool:
     """Return whether a tensor is its reference with the delta, rounded."""
     delta, stored = figures.delta, figures.stored
     num_elements = math.prod(figures.shape)
@@ -94,13 +95,13 @@ def _explains(against: Against, figures: Figures) -> bool:
     if not delta:
         return True
 
-    kept = against.kept(delta)
+    kept = against.kept
     if stored is not None:
         deviation = math.sqrt(against.off / num_elements / delta)
         return abs(kept - 1) <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
 
     # Between what rounding to the coarser dtype keeps, and all of it.
-    by_rounding = against.kept_by_rounding(delta)
+    by_rounding = against.kept_by_rounding
     deviation = math.sqrt(against.rounding / num_elements / delta)
     slack = OF_DELTA + _DEVIATIONS * deviation
     return min(by_rounding, 1.0) - slack <= kept <= max(by_rounding, 1.0) + slack
@@ -198,18 +199,18 @@ class _Wrong:
         if figures.likelier is not None:
             return figures.likelier
 
-        against = min(figures.references, key=lambda one: one.aside(delta))
-        kept = against.kept(delta)
+        against = min(figures.references, key=lambda one: one.aside)
+        kept = against.kept
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
-        if figures.is_of_codes or against.aside(delta) > allowed:
+        if figures.is_of_codes or against.aside > allowed:
             return None
 
         if abs(kept) <= _OF_SCALE:
             return 0.0
 
         # what rounding takes of a scale too
-        lost = min(abs(against.kept_by_rounding(delta) - 1), _MOST_LOST)
+        lost = min(abs(against.kept_by_rounding - 1), _MOST_LOST)
         for scale in (2.0, 0.5, -1.0):
             if abs(kept - scale) <= _OF_SCALE * abs(scale) + lost:
                 return scale
@@ -294,7 +295,7 @@ class _Wrong:
             return False
 
         change, delta = self._known.change_of(self.figures)
-        if abs(self.figures.nearest.kept(self.delta) - 1) <= _OF_KEPT:
+        if abs(self.figures.nearest.kept - 1) <= _OF_KEPT:
             change = change - delta
         energies = torch.linalg.svdvals(change).square()
         few = max(len(energies) // 2, 1)

@@ -9,10 +9,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..export.sums import ComparisonSums
 from ..tensors.lazy import pieces
 
 _GRID = 32  # rows and columns of a sample
@@ -20,76 +22,7 @@ _GRID = 32  # rows and columns of a sample
 _LEAST_OF_STACK = 1024
 
 
-class Against:
-    """The values of a merged tensor against one reference: the weights that the delta was added to.
-
-    All are sums over the elements. The difference is that between the merged tensor and
-    the reference with the delta, before it is rounded.
-
-    Attributes:
-        off: The squared length of the difference.
-        off_along: The product of the difference and the delta.
-        rounding: The squared length of what rounding once takes.
-        rounding_along: The product of what rounding once takes and the delta.
-        size: The squared length of the reference.
-        is_same: Whether the merged tensor is the reference, rounded to its dtype.
-    """
-
-    def __init__(self) -> None:
-        self.off = 0.0
-        self.off_along = 0.0
-        self.rounding = 0.0
-        self.rounding_along = 0.0
-        self.size = 0.0
-        self.is_same = True
-
-    def add(
-        self, found: Tensor, before: Tensor, delta: Tensor, dtype: torch.dtype
-    ) -> None:
-        """Add some values: of the merged tensor, the reference and the delta.
-
-        ``dtype`` is rounded to.
-        """
-        reference = before.float()
-        expected = reference + delta
-        off = found.float() - expected
-        lost = expected.to(dtype).float() - expected
-        self.off += _dot(off, off)
-        self.off_along += _dot(off, delta)
-        self.rounding += _dot(lost, lost)
-        self.rounding_along += _dot(lost, delta)
-        self.size += _dot(reference, reference)
-        if self.is_same:
-            self.is_same = torch.equal(found, reference.to(found.dtype))
-
-    def include(self, other: Against) -> None:
-        """Add the sums of other elements."""
-        self.off += other.off
-        self.off_along += other.off_along
-        self.rounding += other.rounding
-        self.rounding_along += other.rounding_along
-        self.size += other.size
-        self.is_same &= other.is_same
-
-    def kept(self, delta: float) -> float:
-        """The part of the delta that is there, given its squared length."""
-        return 1.0 + self.off_along / delta
-
-    def kept_by_rounding(self, delta: float) -> float:
-        """The part of the delta that rounding once leaves, given its squared length."""
-        return 1.0 + self.rounding_along / delta
-
-    def error(self, delta: float) -> float:
-        """The length of the difference, as a part of the delta's, given that squared."""
-        return math.sqrt(self.off / delta)
-
-    def aside(self, delta: float) -> float:
-        """The length of that part of the change that is no multiple of the delta, given its squared length."""
-        return math.sqrt(max(self.off - self.off_along**2 / delta, 0.0))
-
-
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A grid of a tensor's values, in float32: those found, those expected, and those trained on."""
 
     found: Tensor
@@ -106,16 +39,8 @@ class Sample:
         """The values that were added."""
         return self.found - self.trained
 
-    def split(self, number: int) -> list[Sample]:
-        """The samples of so many matrices."""
-        sides = [
-            side.view(number, -1) for side in (self.found, self.after, self.trained)
-        ]
-        return [Sample(*rows) for rows in zip(*sides, strict=True)]
 
-
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """The quantized storage of a tensor.
 
     Attributes:
@@ -140,11 +65,9 @@ class Figures:
         dtype: The dtype that it is stored in.
         stored: The way that it is stored quantized; ``None`` where it is not.
         was_quantized: Whether it was quantized in training.
-        delta: The squared length of the adapter's delta; 0 where it has none.
         trained: The tensor against the weights that were trained on.
         original: The tensor against those in the base's files; ``None`` where these
             hold none that can be compared.
-        is_finite: Whether all of its values are.
         sample: Some of its values.
         base_codes: The share of the base's codes that the tensor has when its delta is
             taken off and it is quantized as the base, or the base as it is stored; 0
@@ -162,16 +85,24 @@ class Figures:
     dtype: torch.dtype
     stored: Stored | None
     was_quantized: bool
-    delta: float
-    trained: Against
-    original: Against | None
-    is_finite: bool
+    trained: ComparisonSums
+    original: ComparisonSums | None
     sample: Sample
     base_codes: float = 0.0
     is_scaled: bool = False
     requantized_bits: int = 0
     likelier: float | None = None
     matrices: Sequence[Figures] = ()
+
+    @property
+    def delta(self) -> float:
+        """The squared length of the adapter's delta; 0 where it has none."""
+        return self.trained.delta
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of its values are."""
+        return math.isfinite(self.trained.off)
 
     @property
     def is_quantized(self) -> bool:
@@ -189,14 +120,13 @@ class Figures:
         return self.matrices or [self]
 
     @property
-    def references(self) -> list[Against]:
+    def references(self) -> list[ComparisonSums]:
         """The references that there are, the trained one first."""
-        return (
-            [self.trained] if self.original is None else [self.trained, self.original]
-        )
+        references = [self.trained, self.original]
+        return [one for one in references if one is not None]
 
     @property
-    def nearest(self) -> Against:
+    def nearest(self) -> ComparisonSums:
         """The reference that explains the tensor best."""
         return min(self.references, key=lambda against: against.off)
 
@@ -240,109 +170,62 @@ def compare(
     coarser = max(dtype, found.dtype, key=lambda one: torch.finfo(one).eps)
     references = [trained] if original is None else [trained, original]
     shape = tuple(after.shape)
-    sampling = _Sampling(shape)
-    sums: list[_Sums] = []
-    size = _size_of_matrices(shape)
+    # the elements of each matrix of a stack that has figures of its own
+    size = math.prod(shape[-2:])
+    if len(shape) != 3 or size < _LEAST_OF_STACK:
+        size = math.prod(shape)
+
+    positions = grid_of(shape).tolist()
+    nothing = torch.empty(0)  # the sample of a tensor without elements
+    picked = [[nothing] * 3]
+    sums: list[list[ComparisonSums]] = []
     for start, values in _in_step([found, after, *references], size):
         if start == len(sums) * size:
-            sums.append(_Sums(len(references)))
-        merged, expected, *befores = values
-        sums[-1].add(merged, expected, befores, coarser)
-        sampling.add(merged, expected, befores[0])
+            sums.append([ComparisonSums() for _ in references])
 
-    def figures(
-        name: str,
-        shape: tuple[int, ...],
-        total: _Sums,
-        sample: Sample,
-        matrices: Sequence[Figures] = (),
-    ) -> Figures:
-        trained, *originals = total.against
-        return Figures(
-            name,
-            shape,
+        merged, expected, *befores = values
+        delta = expected.float() - befores[0].float()
+        for against, before in zip(sums[-1], befores, strict=True):
+            against.add_reference(merged, before.float(), delta, coarser)
+
+        first = bisect_left(positions, start)
+        last = bisect_left(positions, start + len(merged))
+        if first < last:
+            inside = torch.tensor(positions[first:last]) - start
+            picked.append([side[inside].float() for side in values[:3]])
+
+    sample = [torch.cat(side) for side in zip(*picked, strict=True)]
+    total = [ComparisonSums() for _ in references]
+    for of_matrix in sums:
+        for against, more in zip(total, of_matrix, strict=True):
+            against.include(more)
+
+    matrices = []
+    for index, of_matrix in enumerate(sums if len(sums) > 1 else ()):
+        rows = [side.view(len(sums), -1)[index] for side in sample]
+        one = Figures(
+            f"{fqn}[{index}]",
+            shape[-2:],
             found.dtype if stored is None else stored.dtype,
             stored,
             was_quantized,
-            total.delta,
-            trained,
-            originals[0] if originals else None,
-            math.isfinite(trained.off),
-            sample,
-            matrices=matrices,
+            of_matrix[0],
+            of_matrix[1] if original is not None else None,
+            Sample(*rows),
         )
+        matrices.append(one)
 
-    sample = sampling.sample()
-    total = _Sums(len(references))
-    matrices = []
-    parts = sample.split(len(sums)) if len(sums) > 1 else []
-    for one in sums:
-        total.include(one)
-
-    for index, part in enumerate(parts):
-        name = f"{fqn}[{index}]"
-        matrices.append(figures(name, shape[-2:], sums[index], part))
-
-    return figures(fqn, shape, total, sample, matrices)
-
-
-def _size_of_matrices(shape: tuple[int, ...]) -> int:
-    """The elements of each matrix of a stack; of another tensor, all."""
-    size = math.prod(shape[-2:])
-    is_stack = len(shape) == 3 and size >= _LEAST_OF_STACK
-    return size if is_stack else math.prod(shape)
-
-
-class _Sums:
-    """The sums over some elements: of the delta, and against each reference."""
-
-    def __init__(self, num_references: int) -> None:
-        self.delta = 0.0
-        self.against = [Against() for _ in range(num_references)]
-
-    def add(
-        self, found: Tensor, after: Tensor, befores: list[Tensor], dtype: torch.dtype
-    ) -> None:
-        """Add some values of each side."""
-        added = after.float() - befores[0].float()
-        self.delta += _dot(added, added)
-        for against, before in zip(self.against, befores, strict=True):
-            against.add(found, before, added, dtype)
-
-    def include(self, other: _Sums) -> None:
-        """Add the sums of other elements."""
-        self.delta += other.delta
-        for against, more in zip(self.against, other.against, strict=True):
-            against.include(more)
-
-
-class _Sampling:
-    """Picks the values of a grid out of those that come by."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._positions = grid_of(shape).tolist()
-        self._num_picked = 0
-        self._start = 0
-        self._picked: list[tuple[Tensor, ...]] = []
-
-    def add(self, *sides: Tensor) -> None:
-        """Pick from the next values of each side."""
-        end = self._start + sides[0].numel()
-        number = bisect_left(self._positions, end) - self._num_picked
-        if number:
-            picked = self._positions[self._num_picked :][:number]
-            inside = torch.tensor(picked) - self._start
-            self._picked.append(tuple(side[inside].float() for side in sides))
-
-        self._num_picked += number
-        self._start = end
-
-    def sample(self) -> Sample:
-        """The values that were picked."""
-        nothing = torch.empty(0)  # all of a tensor without elements
-        picked = [(nothing, nothing, nothing), *self._picked]
-        found, after, trained = map(torch.cat, zip(*picked, strict=True))
-        return Sample(found, after, trained)
+    return Figures(
+        fqn,
+        shape,
+        found.dtype if stored is None else stored.dtype,
+        stored,
+        was_quantized,
+        total[0],
+        total[1] if original is not None else None,
+        Sample(*sample),
+        matrices=matrices,
+    )
 
 
 def grid_of(shape: tuple[int, ...]) -> Tensor:
@@ -394,7 +277,3 @@ def _in_step(
         yield start, [values[:size] for values in left]
         left = [values[size:] for values in left]
         start += size
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a, b))

@@ -233,8 +233,7 @@ def _of_tensor(figures: Figures) -> TensorMeasure:
         return TensorMeasure(0.0, 1.0, figures.num_bits)
 
     against = figures.nearest
-    kept = against.kept(figures.delta)
-    return TensorMeasure(kept, against.error(figures.delta), figures.num_bits)
+    return TensorMeasure(against.kept, against.error, figures.num_bits)
 
 
 def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
