@@ -48,7 +48,7 @@ from .doctor_subjects import DoctorOptions, Folder, LiveModel, Subject, is_numbe
 from .fitting import fitting_quantization
 from .measure import OTHER, TRAINED, MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
-from .sides import MergedSide, plain_side, read_merged, walk_merged
+from .sides import Side, plain_side, read_merged, walk_merged
 
 _NAME = "merge"
 _WHAT = "how much of the adapter was merged"
@@ -143,8 +143,8 @@ def dequantized_base(folder: Folder) -> Finding | None:
         )
         expected = plain_side(trained.model, is_merged=False).saved
         known = {*expected, *trained.unexpected}
-        wrong = [fqn for fqn in found.tensors if fqn not in known]
-        wrong += _differing(expected, found.tensors)
+        wrong = [fqn for fqn in found.saved if fqn not in known]
+        wrong += _differing(expected, found.saved)
         if not wrong:
             files = _files_of_base(trained, folder.path)
             if files is not None and files.outcome == FAULT:
@@ -229,7 +229,7 @@ def measure(
     manifest = saved_manifest(Path(options.adapter))
     try:
         if isinstance(subject, LiveModel):
-            merged = walk_merged(subject.tree.model, where)
+            merged = walk_merged(subject.tree.model)
         else:
             merged = read_merged(Path(where), options.trust_remote_code)
     except ConfigError as error:
@@ -252,7 +252,7 @@ def measure(
 def _measure(
     examination: Examination,
     subject: Subject,
-    merged: MergedSide,
+    merged: Side,
     manifest: Manifest | None,
     progress: bool | Told,
 ) -> MergeMeasure:
@@ -307,7 +307,7 @@ def _measure(
 
 
 def _choose_quantization(
-    told: BaseQuantization, subject: Subject, merged: MergedSide, saved: SavedAdapter
+    told: BaseQuantization, subject: Subject, merged: Side, saved: SavedAdapter
 ) -> BaseQuantization:
     """Take what is told, or else, or where only the caller told another kind, what the checkpoint tells."""
     is_doubtful = told.source == GIVEN and told.kind is not None
@@ -370,7 +370,7 @@ def _doubt(
     return assumed, remedy, not_measured(QUANTIZATION, why)
 
 
-def _dtypes_in_training(options: DoctorOptions, merged: MergedSide) -> _Dtypes:
+def _dtypes_in_training(options: DoctorOptions, merged: Side) -> _Dtypes:
     """Return the dtypes that an unrecorded run may have had, the likeliest first; ``None`` is that of the base.
 
     A base in half is trained on in that, or in the dtype of the merge; one in float32

@@ -18,7 +18,7 @@ from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
 from .base import load_adapted
 from .base_quantization import FITTED, UNQUANTIZED, BaseQuantization
-from .sides import MergedSide, merged_onto, plain_side
+from .sides import Side, merged_onto, plain_side
 
 # The least part of what a quantization changes in a weight that a checkpoint fitting it
 # holds: 1 is all of it, and one of another form of the base holds 0, whatever was added.
@@ -30,7 +30,7 @@ _MOST_WEIGHTS = 3  # that are asked: one that is broken, or zero, tells nothing
 
 
 def fitting_quantization(
-    merged: MergedSide,
+    merged: Side,
     base: StrPath,
     saved: SavedAdapter,
     dtypes: Sequence[torch.dtype | None],
@@ -59,7 +59,7 @@ def fitting_quantization(
     fqns = side.names_in_model()
     names = []
     for name, tensor in side.saved.items():
-        found = merged.tensors.get(name)
+        found = merged.saved.get(name)
         is_there = found is not None and found.shape == tensor.shape
         is_quantized = fqns[name].removesuffix(".weight") in layers[QuantKind.NF4]
         if is_there and is_quantized and fqns[name] not in saved.held:
@@ -68,7 +68,7 @@ def fitting_quantization(
     for name in names[:_MOST_WEIGHTS]:
         fqn = fqns[name]
         original = materialize(side.saved[name])
-        found = materialize(merged.tensors[name]).float()
+        found = materialize(merged.saved[name]).float()
         as_it_is = _merged_with(adapted, fqn, original, found.device)
         difference = found - as_it_is
         nearest = None

@@ -24,7 +24,7 @@ from ..model.bitsandbytes_layers import (
 from ..model.pretrained import last_two
 from ..model.quantization import is_quantized_layer
 from ..model.tree import ModelTree, join
-from ..model.wrappers import unwrap
+from ..model.wrappers import canonical_fqn, unwrap
 from ..reports import TensorMeasure, first_of
 from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
@@ -41,8 +41,6 @@ from .causes import (
 )
 from .figures import Figures, Stored, compare
 from .sides import (
-    MergedSide,
-    Names,
     Side,
     merged_onto,
     original_tensors,
@@ -153,7 +151,7 @@ def _shortly(fault: MergeFault) -> str:
 
 
 def measure_merge(
-    merged: MergedSide,
+    merged: Side,
     adapted: nn.Module,
     saved: SavedAdapter | None,
     trained: TrainedBase,
@@ -168,24 +166,7 @@ def measure_merge(
         trained: The base without it.
         progress: As for `doctor`.
     """
-    bare: Any = unwrap(adapted)[0]
-    measuring = _Measuring(
-        merged=merged,
-        before=plain_side(adapted, is_merged=False),
-        after=plain_side(adapted, is_merged=True),
-        original=original_tensors(trained.source),
-        unexpected=trained.unexpected,
-        prefix=getattr(bare, "base_model_prefix", ""),
-        dtype=bare.dtype,
-        quantized={
-            join(node.fqn, "weight"): node.module
-            for node in ModelTree(adapted).base
-            if is_quantized_layer(node.module)
-        },
-        buffers=[name for name, _ in bare.named_buffers()],
-        copies=() if saved is None else saved.held,
-        onto=functools.partial(merged_onto, adapted),
-    )
+    measuring = _Measuring(merged, adapted, saved, trained)
     figures = list(measuring.figures(progress))
     wrong = find_causes(
         figures, measuring.copies_in_files, measuring.tied, measuring.change_of
@@ -250,48 +231,68 @@ def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
     return max(sizes, key=sizes.__getitem__)
 
 
-@dataclass
 class _Measuring:
-    """Finds the tensors of all sides by name, and compares them."""
+    """Finds the tensors of all sides by name, and compares them.
 
-    merged: MergedSide
-    before: Side
-    after: Side
-    original: Mapping[str, Tensor]
-    # the names in the base's files that the class does not build
-    unexpected: Collection[str]
-    prefix: str
-    dtype: torch.dtype
-    # the base's quantized layers, by the names of their weights in the model
-    quantized: Mapping[str, nn.Module]
-    # the names of the model's buffers
-    buffers: Sequence[str]
-    # the names, in the model, of what the adapter has trained copies of
-    copies: Collection[str]
-    # merges onto other weights of the quantized layers, by the names in the model
-    onto: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    Attributes:
+        wrong: What no figures are made of, by name: the cause, and the evidence.
+        tied: The tensors that loading takes another for, which is named.
+        copies_in_files: The names in files of what the adapter has trained copies of.
+    """
 
-    def __post_init__(self) -> None:
-        self._known = {**self.after.named, **self.after.saved}
-        self._names = Names(self._known, self.prefix)
-        # what no figures are made of, by name: the cause, and the evidence
+    def __init__(
+        self,
+        merged: Side,
+        adapted: nn.Module,
+        saved: SavedAdapter | None,
+        trained: TrainedBase,
+    ) -> None:
+        bare: Any = unwrap(adapted)[0]
         self.wrong: dict[str, tuple[str, str]] = {}
-        # the tensors that loading takes another for, which is named
         self.tied: dict[str, str] = {}
-        self._found = self._find(self.merged.tensors)
-        self._originals = self._find(self.original)
-        self._names_in_model = self.before.names_in_model()
+        self._merged = merged
+        self._adapted = adapted
+        self._before = plain_side(adapted, is_merged=False)
+        self._after = plain_side(adapted, is_merged=True)
+        self._known = {**self._after.named, **self._after.saved}
+        self._names_in_model = self._before.names_in_model()
+        self._dtype: torch.dtype = bare.dtype
+        # the base's quantized layers, by the names of their weights in the model
+        self._quantized = {
+            join(node.fqn, "weight"): node.module
+            for node in ModelTree(adapted).base
+            if is_quantized_layer(node.module)
+        }
+        copies = () if saved is None else saved.held
         self.copies_in_files = {
-            name for name, fqn in self._names_in_model.items() if fqn in self.copies
+            name for name, fqn in self._names_in_model.items() if fqn in copies
         }
 
-    def _find(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            known = self._names.of(name)
+        # Tools write names with the prefixes of wrappers, and with or without that of
+        # the model inside a model.
+        prefix = f"{getattr(bare, 'base_model_prefix', '')}."
+
+        def known_name(name: str) -> str | None:
+            canonical = canonical_fqn(name)
+            inside = canonical.removeprefix(prefix)
+            tried = (name, canonical, inside, prefix + canonical)
+            return next((one for one in tried if one in self._known), None)
+
+        in_files = original_tensors(trained.source)
+        self._found = _by_known(merged.saved, known_name)
+        self._originals = _by_known(in_files, known_name)
+        # What is neither the model's nor in the base's files. Buffers that older
+        # releases saved are computed again by loading.
+        computed = {last_two(name) for name, _ in bare.named_buffers()}
+        for name, tensor in merged.saved.items():
+            known = known_name(name)
             if known is not None:
-                found[known] = tensor
-        return found
+                is_told = self._found[known] is tensor
+            else:
+                is_told = name in in_files or name in trained.unexpected
+                is_told = is_told or last_two(name) in computed
+            if not is_told:
+                self.wrong[name] = UNKNOWN, ""
 
     @functools.cached_property
     def _originals_in_model(self) -> dict[str, Tensor]:
@@ -309,13 +310,12 @@ class _Measuring:
         weights = {
             fqn: tensor
             for fqn, tensor in self._originals_in_model.items()
-            if fqn in self.quantized
+            if fqn in self._quantized
         }
-        return self.onto(weights)
+        return merged_onto(self._adapted, weights)
 
     def figures(self, progress: bool | Told) -> Iterator[Figures]:
         """Compare tensor by tensor; note those that cannot be compared."""
-        self._note_unknown()
         wanted = self._wanted()
         bar = tqdm(
             wanted,
@@ -332,27 +332,26 @@ class _Measuring:
                 self.wrong[fqn] = MISSING, ""
                 found = self._trained(fqn)  # it keeps nothing
             after = self._known[fqn]
-            if found.shape != after.shape:
-                if found.shape == after.shape[:-2] + after.shape[-2:][::-1]:
-                    self.wrong[fqn] = TRANSPOSED, f"its shape is {tuple(found.shape)}"
-                    continue
+            turned = after.shape[:-2] + after.shape[-2:][::-1]
+            is_float = after.is_floating_point()
+            if found.shape != after.shape and found.shape == turned:
+                self.wrong[fqn] = TRANSPOSED, f"its shape is {tuple(found.shape)}"
+            elif found.shape != after.shape:
                 shapes = f"{tuple(found.shape)}, expected {tuple(after.shape)}"
                 self.wrong[fqn] = WRONG_SHAPE, shapes
-                continue
-            if found.is_floating_point() != after.is_floating_point():
+            elif found.is_floating_point() != is_float:
                 dtypes = f"{found.dtype}, expected {after.dtype}"
                 self.wrong[fqn] = WRONG_DTYPE, dtypes
-                continue
-            if not after.is_floating_point():
-                expected = materialize(after)
-                if not torch.equal(materialize(found).to(expected.dtype), expected):
-                    self.wrong[fqn] = CHANGED, ""
-                continue
-            yield self._compared(fqn, found, after)
+            elif is_float:
+                yield self._compared(fqn, found, after)
+            elif not torch.equal(
+                materialize(found).to(after.dtype), materialize(after)
+            ):
+                self.wrong[fqn] = CHANGED, ""
 
     def _compared(self, fqn: str, found: Tensor, after: Tensor) -> Figures:
         """Compare a tensor with what it should be; tell whether a wrong one was merged into quantized weights."""
-        layer = self.quantized.get(self._names_in_model.get(fqn, fqn))
+        layer = self._quantized.get(self._names_in_model.get(fqn, fqn))
         if layer is not None:
             layer = quantized_layer(layer)  # once, for all that read it here
 
@@ -367,7 +366,7 @@ class _Measuring:
         if is_transposed(layer):
             values = values.mT
         off = (requantized(layer, values) - values).abs()
-        eps = max(torch.finfo(one).eps for one in (found.dtype, self.dtype))
+        eps = max(torch.finfo(one).eps for one in (found.dtype, self._dtype))
         if (off <= eps * values.abs()).float().mean() < OF_BASE_CODES:
             return figures
 
@@ -379,44 +378,55 @@ class _Measuring:
     ) -> Figures:
         """Compare a tensor with what was trained on, and, if that does not explain it, with the base's own."""
         in_model = self._names_in_model.get(fqn, fqn)
-        comparing = functools.partial(
-            self._figures_of, fqn, found, after, self._trained(fqn), layer is not None
-        )
-        figures = comparing(None)
-        own = self.merged.layers.get(in_model)
+        was_quantized = layer is not None
+        trained = self._trained(fqn)
+        figures = self._figures_of(fqn, found, after, trained, was_quantized)
+        own = self._merged.layers.get(in_model)
         is_untouched = not figures.delta and not figures.trained.is_same
         if is_untouched and own is not None and is_quantized_layer(own):
-            return self._by_codes(figures, own, materialize(after).float(), None)
+            values = materialize(after).float()
+            return self._by_codes(figures, own, values, torch.zeros_like(values))
         if is_right(figures):
             return figures
 
-        original = self._original(fqn, after)
-        if not figures.delta and in_model in self.copies:
+        if not figures.delta and fqn in self.copies_in_files:
             return figures  # trained in place: the base's own value is not right
 
-        if original is not None:
-            figures = comparing(original)
-            if layer is None or not figures.delta or is_right(figures):
-                return figures
-            return self._onto_original(figures, found, original)
-
-        if layer is None:
+        original = self._original(fqn, after)
+        if original is None and layer is None:
             return figures
 
-        values = materialize(found).float()
-        delta = materialize(after) - materialize(self._trained(fqn)).float()
-        return self._by_codes(figures, layer, values, delta)
+        if original is None:
+            assert layer is not None
+            values = materialize(found).float()
+            delta = materialize(after) - materialize(trained).float()
+            return self._by_codes(figures, layer, values, delta)
+
+        figures = self._figures_of(fqn, found, after, trained, was_quantized, original)
+        if layer is None or not figures.delta or is_right(figures):
+            return figures
+
+        # What the adapter adds to the base's own weight may be another delta.
+        after_original = self._onto_originals.get(in_model)
+        if after_original is None:
+            return figures
+
+        again = self._figures_of(fqn, found, after_original, original, was_quantized)
+        if not is_right(again):
+            return figures
+
+        return dataclasses.replace(
+            again, trained=figures.trained, original=again.trained
+        )
 
     def _by_codes(
-        self, figures: Figures, layer: nn.Module, values: Tensor, delta: Tensor | None
+        self, figures: Figures, layer: nn.Module, values: Tensor, delta: Tensor
     ) -> Figures:
         """Tell a tensor by the codes and scales of a quantized layer."""
-        if delta is None:
-            delta = torch.zeros_like(values)
         if is_transposed(layer):
             values, delta = values.mT, delta.mT
 
-        eps = torch.finfo(self.dtype).eps
+        eps = torch.finfo(self._dtype).eps
         if figures.stored is None:
             eps = max(eps, torch.finfo(figures.dtype).eps)
         allowed = eps * values.abs() + OF_DELTA * delta.abs()
@@ -427,58 +437,32 @@ class _Measuring:
             likelier=_likelier(layer, values, delta) if figures.delta else None,
         )
 
-    def _onto_original(
-        self, figures: Figures, found: Tensor, original: Tensor
-    ) -> Figures:
-        """Compare with what the adapter adds to the base's own weight, where that is another delta."""
-        fqn = figures.fqn
-        after = self._onto_originals.get(self._names_in_model[fqn])
-        if after is None:
-            return figures
-
-        again = self._figures_of(fqn, found, after, original, True, None)
-        if not is_right(again):
-            return figures
-
-        return dataclasses.replace(
-            again, trained=figures.trained, original=again.trained
-        )
-
     def _wanted(self) -> list[str]:
-        """The names that the checkpoint should hold, as files have them, or as the model has them."""
-        as_saved = [*self.after.saved]
-        as_named = [*self.after.named]
+        """Return the names that the checkpoint should hold, as files have them, or as the model has them."""
+        as_saved, as_named = [*self._after.saved], [*self._after.named]
         lacking_saved = [fqn for fqn in as_saved if fqn not in self._found]
         lacking_named = [fqn for fqn in as_named if fqn not in self._found]
         wanted = as_saved if len(lacking_saved) <= len(lacking_named) else as_named
-        more = self._found.keys() | self._untied()
+        more = {*self._found}
+        # those that the base ties to one that is there, and loading does not
+        ties = self._merged.ties
+        for group in self._after.ties or () if ties is not None else ():
+            is_tied = any(set(group) <= set(tied) for tied in ties or ())
+            if not is_tied and not self._found.keys().isdisjoint(group):
+                more.update(group)
+
         return wanted + sorted(more - set(wanted))
 
-    def _untied(self) -> set[str]:
-        """The names that the base ties to one that is there, and loading does not tie to it."""
-        if self.merged.ties is None:
-            return set()
-
-        untied = set()
-        for group in self.after.ties:
-            is_tied = any(set(group) <= set(tied) for tied in self.merged.ties)
-            if not is_tied and not self._found.keys().isdisjoint(group):
-                untied.update(group)
-
-        return untied
-
     def _held(self, fqn: str) -> Tensor | None:
-        """The tensor that the checkpoint holds, or that loading takes for one that it does not hold."""
+        """Return the tensor that the checkpoint holds, or that loading takes for one that it does not hold."""
         if fqn in self._found:
             return self._found[fqn]
 
-        for group in self.merged.ties or ():
-            if fqn not in group:
-                continue
-            for partner in group:
-                if partner in self._found:
-                    self.tied[fqn] = partner
-                    return self._found[partner]
+        for group in self._merged.ties or ():
+            there = [one for one in group if one in self._found]
+            if fqn in group and there:
+                self.tied[fqn] = there[0]
+                return self._found[there[0]]
 
         return None
 
@@ -489,11 +473,11 @@ class _Measuring:
         after: Tensor,
         before: Tensor,
         was_quantized: bool,
-        original: Tensor | None,
+        original: Tensor | None = None,
     ) -> Figures:
         """Compare a tensor with its references; of one that is stored quantized, tell what rounding explains."""
         name = self._names_in_model.get(fqn, fqn)
-        layer = self.merged.layers.get(name)
+        layer = self._merged.layers.get(name)
         dtype = None if layer is None else stored_dtype(layer)
         figures = compare(
             fqn,
@@ -501,7 +485,7 @@ class _Measuring:
             after,
             before,
             original,
-            dtype=self.dtype,
+            dtype=self._dtype,
             stored=None if dtype is None else Stored(dtype),
             was_quantized=was_quantized,
         )
@@ -517,13 +501,13 @@ class _Measuring:
         delta = values - materialize(before).float()
         if original is not None:
             values = materialize(original).float() + delta
-        base = self.quantized.get(name)
+        base = self._quantized.get(name)
         base_codes = None if base is None else codes_of(quantized_layer(base))
         has_due_scales = base_codes is not None and codes.has_scales_of(base_codes)
         if is_transposed(layer):
             values, delta = values.mT, delta.mT
         if not has_due_scales and dtype == torch.int8:
-            eps = torch.finfo(self.dtype).eps
+            eps = torch.finfo(self._dtype).eps
             allowed = eps * values.abs() + OF_DELTA * delta.abs()
             has_due_scales = has_scales_of_values(layer, values, allowed)
 
@@ -531,15 +515,15 @@ class _Measuring:
         return dataclasses.replace(figures, stored=stored)
 
     def _trained(self, fqn: str) -> Tensor:
-        before = self.before.saved.get(fqn)
-        return self.before.named[fqn] if before is None else before
+        before = self._before.saved.get(fqn)
+        return self._before.named[fqn] if before is None else before
 
     def _original(self, fqn: str, after: Tensor) -> Tensor | None:
         found = self._originals.get(fqn)
         if found is None:
             found = self._originals_in_model.get(self._names_in_model.get(fqn, fqn))
 
-        for group in self.before.ties if found is None else ():
+        for group in self._before.ties or () if found is None else ():
             if fqn in group:
                 held = [self._originals[one] for one in group if one in self._originals]
                 found = next(iter(held), None)
@@ -550,39 +534,34 @@ class _Measuring:
         return found
 
     def change_of(self, figures: Figures) -> tuple[Tensor, Tensor]:
-        """Some rows and columns of what a tensor adds to its nearest reference, and of what the adapter adds."""
+        """Read some rows and columns of what a tensor adds to its nearest reference, and of what the adapter adds."""
         after = self._known[figures.fqn]
         found = self._held(figures.fqn)
+        assert found is not None
         trained = self._trained(figures.fqn)
         before = trained
         original = self._original(figures.fqn, after)
         if original is not None and figures.nearest is figures.original:
             before = original
 
-        assert found is not None
         change = materialize(found).float() - materialize(before).float()
         delta = materialize(after).float() - materialize(trained).float()
-        return _some_of(change), _some_of(delta)
-
-    def _note_unknown(self) -> None:
-        """Note the tensors of the checkpoint that are neither the model's nor in the base's files."""
-        # Buffers that older releases saved are computed again by loading.
-        computed = {last_two(name) for name in self.buffers}
-        told = {*self.original, *self.unexpected}
-        for name, tensor in self.merged.tensors.items():
-            known = self._names.of(name)
-            is_told = name in told or last_two(name) in computed
-            if known is not None:
-                is_told = self._found[known] is tensor
-            if not is_told:
-                self.wrong[name] = UNKNOWN, ""
+        height, width = change.flatten(0, -2).shape
+        rows, columns = math.ceil(height / _MOST_ROWS), math.ceil(width / _MOST_ROWS)
+        some = [one.flatten(0, -2)[::rows, ::columns] for one in (change, delta)]
+        return some[0], some[1]
 
 
-def _some_of(tensor: Tensor) -> Tensor:
-    """Some rows and columns of a tensor, as a matrix."""
-    matrix = tensor.flatten(0, -2)
-    height, width = (math.ceil(size / _MOST_ROWS) for size in matrix.shape)
-    return matrix[::height, ::width]
+def _by_known(
+    tensors: Mapping[str, Tensor], known_name: Callable[[str], str | None]
+) -> dict[str, Tensor]:
+    """Return the tensors that have a known name by it."""
+    found = {}
+    for name, tensor in tensors.items():
+        known = known_name(name)
+        if known is not None:
+            found[known] = tensor
+    return found
 
 
 def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:

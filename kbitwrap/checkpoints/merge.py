@@ -54,7 +54,7 @@ from .base_quantization import (
 from .beside import are_copies, copy_files, files_beside
 from .measure import measure_merge
 from .reader import load_manifest, saved_manifest
-from .sides import MergedSide, read_merged
+from .sides import Side, read_merged
 
 _CARD = """\
 ---
@@ -318,7 +318,7 @@ def _refuse_full_disk(
 
 
 def _refuse_wrong(
-    written: MergedSide,
+    written: Side,
     adapted: nn.Module,
     saved: SavedAdapter | None,
     trained: TrainedBase,

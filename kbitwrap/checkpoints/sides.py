@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..export.twin import build_twin
 from ..model.pretrained import load_pretrained
 from ..model.quantization import is_quantized_layer, library_dequantizer
 from ..model.tree import ModelTree, join
-from ..model.wrappers import canonical_fqn, unwrap
+from ..model.wrappers import unwrap
 from .reader import SavedCheckpoint, open_checkpoint, tied_names
 
 
@@ -31,18 +31,24 @@ class Side:
     """The tensors of one model, by name; none is computed or read before it is asked for.
 
     Attributes:
-        saved: Those that ``save_pretrained`` writes, by their names in the files.
+        saved: Those in its files, or that ``save_pretrained`` writes, dequantized, by
+            their names there.
+        ties: The names that are one tensor, by group; ``None`` where that is not known.
         named: All of them, also those that are tied to another, by their names in the
-            model.
-        ties: The names that are one tensor, by group.
+            model; none of a checkpoint that is read from its files.
+        layers: The quantized layers of a merged checkpoint, by the names of their
+            weights in the model.
+        dtype: The dtype that its config names, or that it has live.
     """
 
     saved: Mapping[str, Tensor]
-    named: Mapping[str, Tensor]
-    ties: list[list[str]]
+    ties: list[list[str]] | None
+    named: Mapping[str, Tensor] = field(default_factory=dict)
+    layers: Mapping[str, nn.Module] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
     def names_in_model(self) -> dict[str, str]:
-        """The names in the model of all tensors, by these and by those in files."""
+        """Return the names in the model of all tensors, by these and by those in files."""
         fqns: dict[tuple[int, torch.Size], str] = {}
         for fqn, tensor in self.named.items():
             fqns.setdefault(_place(tensor), fqn)
@@ -66,19 +72,15 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
     ties = tied_names(twin.model)
     configs = getattr(model, "peft_config", {}).values()
     if any(getattr(config, "layer_replication", None) for config in configs):
-        _untie_replicas(twin.model, ties)
+        # A model's own saving refuses layers that share weights.
+        for first, *others in ties:
+            for fqn in others:
+                if re.sub(r"\d+", "", fqn) == re.sub(r"\d+", "", first):
+                    path, _, name = fqn.rpartition(".")
+                    untie(twin.model.get_submodule(path), name)
 
     saved = saved_tensors(twin.model)
-    return Side(saved, twin.model.state_dict(), ties)
-
-
-def _untie_replicas(model: nn.Module, ties: list[list[str]]) -> None:
-    """Tell the layers that PEFT replicated apart: a model's own saving refuses those that share weights."""
-    for first, *others in ties:
-        for fqn in others:
-            if re.sub(r"\d+", "", fqn) == re.sub(r"\d+", "", first):
-                path, _, name = fqn.rpartition(".")
-                untie(model.get_submodule(path), name)
+    return Side(saved, ties, twin.model.state_dict())
 
 
 def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,72 +105,32 @@ def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
     return {name: merged[name] for name in replaced}
 
 
-@dataclass(frozen=True)
-class MergedSide:
-    """A merged checkpoint, or a live model, as it is.
-
-    Attributes:
-        where: Its folder, or its class.
-        tensors: Its tensors, dequantized, by their names.
-        layers: The quantized layers of those that are stored quantized.
-        ties: The names that loading ties, by group; ``None`` where that is not known.
-        dtype: The dtype that its config names, or that it has live.
-    """
-
-    where: str
-    tensors: Mapping[str, Tensor]
-    layers: Mapping[str, nn.Module]
-    ties: list[list[str]] | None
-    dtype: torch.dtype | None
-
-
-def read_merged(path: Path, trust_remote_code: bool = False) -> MergedSide:
-    """A merged checkpoint: read from its files, or, where it is quantized, loaded, maybe by code in its folder."""
+def read_merged(path: Path, trust_remote_code: bool = False) -> Side:
+    """Read a merged checkpoint from its files; a quantized one is loaded, maybe by code in its folder."""
     checkpoint = open_checkpoint(path)
     if checkpoint.is_quantized:
         model, _ = load_pretrained(
             path, None, checkpoint.dtype, trust_remote_code=trust_remote_code
         )
-        return walk_merged(model, str(path))
+        return walk_merged(model)
 
     meta = checkpoint.meta_model()
     ties = None if meta is None else tied_names(meta)
     tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
-    return MergedSide(str(path), tensors, {}, ties, checkpoint.dtype)
+    return Side(tensors, ties, dtype=checkpoint.dtype)
 
 
-def walk_merged(model: Any, where: str) -> MergedSide:
-    """A live model that something was merged into."""
+def walk_merged(model: Any) -> Side:
+    """Return a live model that something was merged into."""
     bare, _ = unwrap(model)
     layers = {}
     for node in ModelTree(bare).base:
         if stored_dtype(node.module) is not None:
             layers[join(node.fqn, "weight")] = node.module
 
-    side = plain_side(bare, is_merged=False)
+    saved = plain_side(bare, is_merged=False).saved
     dtype = getattr(bare, "dtype", None)
-    return MergedSide(where, side.saved, layers, tied_names(bare), dtype)
-
-
-class Names:
-    """Finds tensors of a merged checkpoint by the names that they should have.
-
-    Tools write names with the prefixes of wrappers, and with or without that of the
-    model inside a model.
-    """
-
-    def __init__(self, known: Mapping[str, Any], prefix: str) -> None:
-        self._known = known
-        self._prefix = f"{prefix}." if prefix else ""
-
-    def of(self, name: str) -> str | None:
-        """The known name of a tensor; ``None`` where there is none."""
-        canonical = canonical_fqn(name)
-        tried = [name, canonical]
-        if self._prefix:
-            tried += [canonical.removeprefix(self._prefix), self._prefix + canonical]
-
-        return next((one for one in tried if one in self._known), None)
+    return Side(saved, tied_names(bare), layers=layers, dtype=dtype)
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype | None:

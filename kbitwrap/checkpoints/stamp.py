@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config import Precision, PrepareConfig, StrPath
 from ..errors import ConfigError
@@ -29,10 +30,6 @@ _UNKNOWN = (
     "the dtypes of the adapters in training",
     "the number of processes and devices",
 )
-
-
-class _Holder:
-    """The object that holds the preparation, where there is no wrapper."""
 
 
 def stamp_adapter(
@@ -119,7 +116,7 @@ def stamp_adapter(
 
 def _record(model: Any) -> Manifest:
     """The manifest of a model, which is not prepared afterwards."""
-    holder = _Holder()
+    holder = nn.Module()  # anything holds the preparation where there is no wrapper
     preparation = Preparation(holder)
     config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
     tree = tree_of(model)
