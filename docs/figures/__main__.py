@@ -20,6 +20,7 @@ WRITES = {
     "guarantees": "docs/guarantees.md: the sums of the records of `python tests/campaign`",
     "memory_tables": "docs/memory.md and docs/step.md: what preparing and a step take, by model and precision",
     "losses": "docs/benchmarks.md, with its plot: losses of a LoRA under several arithmetics",
+    "merge_cost": "nothing: prints the CPU time of a merged export beside that of its parts by themselves",
     "merge_times": "nothing: prints how long merging and measuring take on Mistral-7B's shapes",
     "merges": "docs/merge.md and docs/measure.md, with docs/pictures/merges.svg: what each way to merge keeps",
     "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",
