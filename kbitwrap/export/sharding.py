@@ -1,17 +1,18 @@
 """Sharded parameters, gathered one at a time by all ranks.
 
-Rank 0 writes or digests them.
-
-Rank 0 announces the next tensor, and every rank gathers that one: wherever rank 0
-fails, no rank is left waiting.
+The engines are FSDP2, FSDP1 and ZeRO-3. Rank 0 writes or digests what is gathered. It
+announces the next tensor, and every rank gathers that one: wherever rank 0 fails, no
+rank is left waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -24,16 +25,35 @@ from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, shallow_copy
 from ..model.wrappers import (
     class_before_sharding,
+    is_flattened,
+    is_partition,
     is_sharded_tensor,
+    loaded_class,
     unwrap,
+    whole_shape,
     wrapped_children,
 )
 from ..preparation.preparation import Preparation
 from ..preparation.state import Original
 from ..tensors.lazy import LazyTensor
-from .shards import Shard, Shards
 
 T = TypeVar("T")
+
+
+class Shard(NamedTuple):
+    """A parameter of which this rank holds a part.
+
+    Attributes:
+        fqn: Its name.
+        shape: The shape of the whole; ``None``: it is known when it is gathered.
+        parameter: The part.
+        unit: The wrapper that laid it out flat, of FSDP1.
+    """
+
+    fqn: str
+    shape: torch.Size | None
+    parameter: Any
+    unit: nn.Module | None
 
 
 def drift_of(fqn: str) -> str:
@@ -67,10 +87,15 @@ class Gathering:
         # the trainable ones that held other values than recorded when they were read
         self.trained: list[str] = []
         self._tensors: list[Shard] = []
-        self._shards = Shards()
         self._adapters: dict[int, int] = {}  # their places in it, by ``id``
         self._shells: dict[int, nn.Module] = {}
         self._is_led = False
+        # Of FSDP1: the innermost wrapper around each module, by its ``id``; the
+        # outermost ones; and the one that is whole, until another is, or until the end.
+        self._units: dict[int, nn.Module] = {}
+        self._outermost: list[nn.Module] = []
+        self._unit: nn.Module | None = None
+        self._whole = contextlib.ExitStack()
 
     def promise_all(
         self,
@@ -105,8 +130,7 @@ class Gathering:
         for tensor in tree.tensors:
             key = id(tensor.parameter)
             if key not in found and is_sharded_tensor(tensor.parameter):
-                self._adapters[key] = len(self._tensors)
-                self._tensors.append(self._shards.of(tensor))
+                self._adapters[key] = self._add(tensor, None)
 
         return found
 
@@ -162,11 +186,70 @@ class Gathering:
             _tell(index)
         return self._gather(index)
 
+    def _add(self, tensor: NamedTensor, shape: torch.Size | None) -> int:
+        """Add a parameter to those that can be gathered, and return its number.
+
+        Its shape is the one given where it has none.
+        """
+        parameter, owner = tensor.parameter, tensor.module
+        shape = whole_shape(parameter) or shape
+        unit = None
+        if is_flattened(parameter):
+            if id(owner) not in self._units:  # they are looked up once
+                outermost, units = _fsdp1_units(owner)
+                self._outermost.append(outermost)
+                self._units |= units
+            unit = self._units[id(owner)]
+
+        self._tensors.append(Shard(tensor.fqn, shape, parameter, unit))
+        return len(self._tensors) - 1
+
     def _gather(self, index: int) -> Tensor:
-        """The whole of a parameter; all ranks call it."""
+        """Return the whole of a parameter, in memory of its own; all ranks call it."""
         one = self._tensors[index]
         with self._together(one.fqn):
-            return self._shards.gather(one)
+            return self._whole_of(one)
+
+    def _whole_of(self, one: Shard) -> Tensor:
+        parameter = one.parameter
+        if one.unit is not None:
+            self._open(one.unit)
+            if one.shape not in (None, parameter.shape):
+                raise ExportError(
+                    f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
+                )
+            return parameter.detach().clone()  # type: ignore[no-any-return]
+
+        gathered: Tensor
+        if is_partition(parameter):
+            zero: Any = sys.modules["deepspeed"].zero
+            with zero.GatheredParameters([parameter]):
+                # the partition gets other memory, and leaves this to whoever holds it
+                gathered = parameter.detach().as_subclass(torch.Tensor)
+            return gathered
+
+        tensor = parameter.detach()
+        # offloaded: gathered where the ranks communicate
+        if tensor.device.type != tensor.device_mesh.device_type:
+            tensor = tensor.to(tensor.device_mesh.device_type)
+
+        gathered = tensor.full_tensor()
+        return gathered
+
+    def _open(self, unit: nn.Module | None) -> None:
+        """Make a unit of FSDP1 whole, and shard the one that was; all ranks call it."""
+        while unit is not None and self._outermost:
+            # before it has run, FSDP1 takes what is whole first for the root
+            with _whole_unit(self._outermost.pop()):
+                pass
+
+        if unit is self._unit:
+            return
+
+        self._whole.close()
+        self._unit = unit
+        if unit is not None:
+            self._whole.enter_context(_whole_unit(unit))
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -194,10 +277,8 @@ class Gathering:
         """
         fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(tensor, was)
-        index = len(self._tensors)
         shape = held.shape if isinstance(held, RuntimeState) else was.shape
-        shard = self._shards.of(tensor, shape)
-        self._tensors.append(shard)
+        index = self._add(tensor, shape)
         stored = None
         if isinstance(held, ParameterStorage) and held.converts(parameter):
             stored = held
@@ -216,7 +297,7 @@ class Gathering:
 
         dtype = parameter.dtype if stored is None else stored.dtype
         promised = _lazy_class(was.quantized_class)(
-            shard.shape or shape, dtype, compute
+            self._tensors[index].shape or shape, dtype, compute
         )
         if was.quant_state is not None:
             state = was.quant_state()
@@ -317,7 +398,7 @@ class Gathering:
             with contextlib.suppress(*lost):
                 _tell(failure or (None, results[-1]))
             with contextlib.suppress(*lost):
-                self._shards.close()
+                self._open(None)
 
     def _follow(self) -> Any:
         """Gather what rank 0 announces, and return or raise what it did.
@@ -330,7 +411,7 @@ class Gathering:
             while isinstance(message, int):
                 self._gather(message)
                 message = _tell(None)
-            self._shards.close()
+            self._open(None)
         error, result = message
         if error is not None:
             raise error(f"rank 0 could not {self._verb}: {result}")
@@ -371,3 +452,39 @@ def _tell(message: Any) -> Any:
     messages = [message]
     distributed.broadcast_object_list(messages, src=0)
     return messages[0]
+
+
+def _whole_unit(unit: Any) -> Any:
+    """A context in which the parameters of an FSDP1 wrapper are whole.
+
+    Those of wrappers inside stay sharded.
+    """
+    return type(unit).summon_full_params(unit, recurse=False, writeback=False)
+
+
+def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """FSDP1's outermost wrapper around a module, and the innermost of each in it.
+
+    The innermost are by the ``id`` of the module that they are around.
+    """
+    fsdp1: Any = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    around = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), fsdp1) and inside in {*found.modules()}
+    ]
+    if not around:
+        raise ExportError(
+            f"the FSDP1 wrapper around {type(inside).__name__} is gone, and with it "
+            "what gathers its weights"
+        )
+
+    outermost = max(around, key=lambda wrapper: len([*wrapper.modules()]))
+    units: dict[int, nn.Module] = {}
+    # A wrapper comes before those inside it, so that the innermost one around a module
+    # is the last.
+    for unit in outermost.modules():
+        if isinstance(unit, fsdp1):
+            units |= {id(module): unit for module in unit.modules()}
+
+    return outermost, units

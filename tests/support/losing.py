@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kbitwrap import ExportError, KbitPreparedModel
-from kbitwrap.export.shards import Shard, Shards
+from kbitwrap.export.sharding import Gathering
 from support import forks
 from support.files import SHARD
 
@@ -24,15 +24,15 @@ TIMEOUT = datetime.timedelta(seconds=LIMIT)
 
 def kill_at(number: int) -> None:
     """Kill this process with SIGKILL when it gathers for that time."""
-    gather = Shards.gather
+    gather = Gathering._gather
     calls = itertools.count(1)
 
-    def gather_or_die(self: Shards, shard: Shard) -> torch.Tensor:
+    def gather_or_die(self: Gathering, index: int) -> torch.Tensor:
         if next(calls) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return gather(self, shard)
+        return gather(self, index)
 
-    Shards.gather = gather_or_die  # type: ignore[method-assign]
+    Gathering._gather = gather_or_die  # type: ignore[method-assign]
 
 
 def export_until_killed(rank: int, killed: int, prepared: KbitPreparedModel, folder: Path) -> None:
