@@ -13,7 +13,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +197,23 @@ def merged_weights(
 
 
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a twin is saved as, by their names in the files.
+    """Return the tensors that a twin is saved as, by their names in the files.
 
     None of them is computed.
     """
-    with tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder:
-        collector = _Collector(Path(folder))
-        with _refusing(model, "the model is as it was"):
-            save_model(model, collector, sys.maxsize)
-    return collector.tensors
+    with (
+        tempfile.TemporaryDirectory(prefix="kbitwrap-") as folder,
+        _refusing(model, "the model is as it was"),
+    ):
+        options = _settle(model)
+        reason = why_not_streamed(type(model))
+        if reason is not None:
+            raise ExportError(
+                f"{reason}, so its tensors cannot be handed out one at a time; "
+                "export them merged instead"
+            )
+        tensors, _ = _lay_out(model, Path(folder), options)
+        return tensors
 
 
 @contextlib.contextmanager
@@ -219,17 +227,6 @@ def _refusing(model: Any, state: str) -> Iterator[None]:
         raise ExportError(
             f"{type(model).__name__} could not be saved: {error}; {state}"
         ) from error
-
-
-class _Collector(CheckpointWriter):
-    """Takes the tensors that would be written, in their order, and writes none."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def save_file(self, tensors: Tensors, *args: Any, **_: Any) -> None:
-        self.tensors.update(tensors)
 
 
 def _computed(
@@ -275,47 +272,27 @@ def save_model(
     Of one that has none, the state dict is written. There are no others for a class
     whose saving `why_not_streamed`.
     """
-    pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
-    options = _settle(model, pretrained)
-    function = getattr(type(model), "save_pretrained", None)
-    if function is None:
-        _save_state_dict(model, writer, max_shard_size)
-        return
-
-    if isinstance(model, pretrained):
-        options["max_shard_size"] = max_shard_size
-
-    _warn_of_silent_config(model)
+    options = _settle(model)
     reason = why_not_streamed(type(model))
-    if reason is None and others:
-        tensors: dict[str, torch.Tensor] = {**others}
-
-        def collect(file: Tensors, *_: Any, **__: Any) -> None:
-            tensors.update(file)
-
-        save = _streaming(function, collect)
-        save(model, writer.folder, **{**options, "max_shard_size": sys.maxsize})
-        keep_base_configs(model, writer.folder)
-        num_elements = sum(tensor.numel() for tensor in others.values())
-        total = {"total_parameters": model.num_parameters() + num_elements}
-        files = split_into_files(tensors, max_shard_size)
-        writer.save(tensors, files, _METADATA, index={"metadata": total})
-        return
-
     if reason is None:
-        save = _streaming(function, writer.save_file)
-        save(model, writer.folder, **options)
-        keep_base_configs(model, writer.folder)
+        tensors, metadata = _lay_out(model, writer.folder, options)
+        tensors = {**(others or {}), **tensors}
+        files = split_into_files(tensors, max_shard_size)
+        index: dict[str, Any] = {}
+        if hasattr(type(model), "save_pretrained"):
+            number = model.num_parameters()
+            number += sum(tensor.numel() for tensor in (others or {}).values())
+            index["metadata"] = {"total_parameters": number}
+        writer.save(tensors, files, metadata, index=index)
         return
 
-    if isinstance(writer, _Collector):
-        raise ExportError(
-            f"{reason}, so its tensors cannot be handed out one at a time; export them "
-            "merged instead"
-        )
-
+    if isinstance(model, _pretrained_class()):
+        options["max_shard_size"] = max_shard_size
+    _warn_of_silent_config(model)
     _materialize(model, reason)
-    function(model, writer.folder, **options)
+    type(model).save_pretrained(
+        model, writer.folder, **options
+    )  # not a wrapper around it
     keep_base_configs(model, writer.folder)
     # The writer has seen none of it.
     for path in writer.folder.rglob("*.safetensors"):
@@ -325,6 +302,41 @@ def save_model(
             start, end = entry["data_offsets"]
             writer.num_tensors += 1
             writer.num_bytes += end - start
+
+
+def _lay_out(
+    model: Any, folder: Path, options: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
+    """Let the library save a twin, but for its tensors.
+
+    Returns:
+        The tensors, by their names in the files, none of them computed; and the
+        metadata of the files.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    function = getattr(type(model), "save_pretrained", None)
+    if function is None:
+        for fqn, tensor in model.state_dict().items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ExportError(
+                    f"{fqn}: expected a tensor in the state dict, found "
+                    f"{type(tensor).__name__}",
+                    fqn=fqn,
+                )
+            tensors[fqn] = tensor
+        return tensors, _METADATA
+
+    found = _METADATA
+
+    def collect(file: Tensors, path: StrPath, metadata: Mapping[str, str]) -> None:
+        nonlocal found
+        found = dict(metadata)
+        tensors.update(file)
+
+    _warn_of_silent_config(model)
+    _streaming(function, collect)(model, folder, max_shard_size=sys.maxsize, **options)
+    keep_base_configs(model, folder)
+    return tensors, found
 
 
 def _warn_of_silent_config(model: Any) -> None:
@@ -343,11 +355,16 @@ def _warn_of_silent_config(model: Any) -> None:
     )
 
 
-def _settle(model: nn.Module, pretrained: Any) -> dict[str, Any]:
+def _pretrained_class() -> Any:
+    return loaded_class("transformers.modeling_utils", "PreTrainedModel")
+
+
+def _settle(model: nn.Module) -> dict[str, Any]:
     """Let a twin's models be written by ``save_pretrained``, whose options it returns.
 
     What nothing could load is refused.
     """
+    pretrained = _pretrained_class()
     modules = [*model.named_modules()]
     if not any(vars(module).get("hf_quantizer") for _, module in modules):
         _refuse_composed(model)
@@ -393,12 +410,14 @@ def _refuse_composed(model: nn.Module) -> None:
 
 
 def why_not_streamed(model_class: Any) -> str | None:
-    """Why `_streaming` cannot take the place of a class's ``save_pretrained``.
+    """Say why `_streaming` cannot take the place of a class's ``save_pretrained``.
 
-    It is ``None`` where it can.
+    It is ``None`` where it can, or where there is none.
     """
-    pretrained = loaded_class("transformers.modeling_utils", "PreTrainedModel")
-    own = getattr(pretrained, "save_pretrained", None)
+    own = getattr(_pretrained_class(), "save_pretrained", None)
+    if not hasattr(model_class, "save_pretrained"):
+        return None
+
     if model_class.save_pretrained is not own:
         return f"{model_class.__name__} has its own save_pretrained"
 
@@ -454,19 +473,3 @@ def _materialize(model: nn.Module, reason: str) -> None:
         held = vars(module)["_parameters"]
         for name, parameter in held.items():
             held[name] = computed.get(id(parameter), parameter)
-
-
-def _save_state_dict(
-    model: nn.Module, writer: CheckpointWriter, max_shard_size: int | str
-) -> None:
-    tensors = model.state_dict()
-    for fqn, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ExportError(
-                f"{fqn}: expected a tensor in the state dict, found "
-                f"{type(tensor).__name__}",
-                fqn=fqn,
-            )
-
-    files = split_into_files(tensors, max_shard_size)
-    writer.save(tensors, files, _METADATA)

@@ -275,29 +275,16 @@ class Gathering:
 
         `ExportError` is raised where it is lost.
         """
-        fqn, parameter = tensor.fqn, tensor.parameter
         _refuse_lost_scales(tensor, was)
+        parameter = tensor.parameter
+        is_converted = isinstance(held, ParameterStorage) and held.converts(parameter)
+        stored = held if is_converted else None
         shape = held.shape if isinstance(held, RuntimeState) else was.shape
         index = self._add(tensor, shape)
-        stored = None
-        if isinstance(held, ParameterStorage) and held.converts(parameter):
-            stored = held
-
-        def compute() -> Tensor:
-            value = self._read(index)
-            if stored is not None:
-                value = stored.original_of(value)
-
-            if original.differs(was, value):
-                if not parameter.requires_grad:
-                    raise self._error(drift_of(fqn), fqn=fqn)
-                self.trained.append(fqn)
-
-            return value
-
-        dtype = parameter.dtype if stored is None else stored.dtype
         promised = _lazy_class(was.quantized_class)(
-            self._tensors[index].shape or shape, dtype, compute
+            self._tensors[index].shape or shape,
+            parameter.dtype if stored is None else stored.dtype,
+            lambda: self._read_original(index, was, stored, original),
         )
         if was.quant_state is not None:
             state = was.quant_state()
@@ -308,6 +295,25 @@ class Gathering:
             vars(promised)["SCB"] = getattr(parameter, "SCB", None)
 
         return promised
+
+    def _read_original(
+        self, index: int, was: ParameterRecord, stored: Any, original: Original
+    ) -> Tensor:
+        """Read the whole of a parameter, in the dtype from before it was cast.
+
+        A frozen one must hold what was recorded; a trained one is noted.
+        """
+        value = self._read(index)
+        if stored is not None:
+            value = stored.original_of(value)
+
+        if original.differs(was, value):
+            one = self._tensors[index]
+            if not one.parameter.requires_grad:
+                raise self._error(drift_of(one.fqn), fqn=one.fqn)
+            self.trained.append(one.fqn)
+
+        return value
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:

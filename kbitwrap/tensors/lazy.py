@@ -72,19 +72,16 @@ class _Mode(threading.local):
 _mode = _Mode()
 
 
-def _kept() -> dict[LazyTensor, torch.Tensor]:
-    """The values kept.
+def _kept(only: Sequence[LazyTensor] | None = None) -> dict[LazyTensor, torch.Tensor]:
+    """Return the values kept, and drop those of other tensors than these first.
 
     Values that are added outside of ``keeping_last`` go with the dictionary.
     """
-    return {} if _mode.kept is None else _mode.kept
-
-
-def _keep_only(tensors: Sequence[LazyTensor]) -> None:
-    """Drop the values kept of all other tensors."""
-    kept = _kept()
-    for tensor in kept.keys() - set(tensors):
-        del kept[tensor]
+    kept = {} if _mode.kept is None else _mode.kept
+    if only is not None:
+        for tensor in kept.keys() - set(only):
+            del kept[tensor]
+    return kept
 
 
 @contextlib.contextmanager
@@ -201,7 +198,7 @@ class LazyTensor(torch.Tensor):
             return kept[self]
         is_whole = self._view_of is None
         if is_whole:
-            _keep_only(self.lineage)  # before more is computed
+            _kept(self.lineage)  # before more is computed
         computed = self.compute()
         if _mode.device is not None:
             computed = computed.to(_mode.device)
@@ -225,7 +222,7 @@ class LazyTensor(torch.Tensor):
         """Compute the values, contiguous, in memory that nothing else refers to."""
         if not self.is_own:
             return self.values().clone(memory_format=torch.contiguous_format)
-        _keep_only(self.lineage)
+        _kept(self.lineage)
         return self.lineage[-1].compute().contiguous()
 
     @classmethod
@@ -237,20 +234,43 @@ class LazyTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation on shapes, and keep how to compute its values."""
-        operation = _Operation(func, args, kwargs or {})
+        kwargs = kwargs or {}
         if func._schema.is_mutable:
             raise TypeError(
                 f"{func} writes to a lazy tensor, whose values are not computed yet; materialize it first"
             )
-        if operation.needs_values():
-            return operation.run()
-        metas, structure = tree_flatten(operation.run_on_meta())
-        sources = operation.sources()
+
+        def run() -> Any:
+            values, options = tree_map_only(
+                LazyTensor, LazyTensor.values, (args, kwargs)
+            )
+            return func(*values, **options)
+
+        # Where the result cannot be described without its values, it is computed.
+        gives_tensors = all("Tensor" in str(one.type) for one in func._schema.returns)
+        is_on_cpu = torch.device(kwargs.get("device") or _CPU).type == "cpu"
+        if not (gives_tensors and is_on_cpu and _NEEDS_VALUES.isdisjoint(func.tags)):
+            return run()
+
+        metas, options = tree_map_only(torch.Tensor, _meta_of, (args, kwargs))
+        if "device" in options:
+            options["device"] = "meta"
+        results, structure = tree_flatten(func(*metas, **options))
+
+        # the lazy tensors with storages of their own that the arguments are made of
+        sources: list[LazyTensor] = []
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, LazyTensor):
+                sources.append(leaf.lineage[-1])
         by_storage = {_storage_key(source._meta): source for source in sources}
         parent = sources[0] if len(sources) == 1 else None
+
+        def result(index: int) -> torch.Tensor:
+            return tree_leaves(run())[index]  # type: ignore[no-any-return]
+
         made = []
-        for index, meta in enumerate(metas):
-            compute = functools.partial(operation.result, index)
+        for index, meta in enumerate(results):
+            compute = functools.partial(result, index)
             base = by_storage.get(_storage_key(meta))
             made.append(cls._make(meta, compute, base, parent))
         if func is torch.ops.aten.detach.default:
@@ -278,52 +298,6 @@ class LazyTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class _Operation:
-    """A call of one of torch's operations with lazy tensors among its arguments."""
-
-    def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._func = func
-        self._args = args
-        self._kwargs = kwargs
-
-    def needs_values(self) -> bool:
-        """Whether the result cannot be described without its values."""
-        types = [str(value.type) for value in self._func._schema.returns]
-        if not all("Tensor" in name for name in types):
-            return True
-        device = torch.device(self._kwargs.get("device") or _CPU)
-        if device.type != "cpu":
-            return True
-        return not _NEEDS_VALUES.isdisjoint(self._func.tags)
-
-    def run(self) -> Any:
-        """Compute the result."""
-        arguments = self._args, self._kwargs
-        args, kwargs = tree_map_only(LazyTensor, LazyTensor.values, arguments)
-        return self._func(*args, **kwargs)
-
-    def result(self, index: int) -> torch.Tensor:
-        """Compute one of the tensors of the result."""
-        result: torch.Tensor = tree_leaves(self.run())[index]
-        return result
-
-    def run_on_meta(self) -> Any:
-        """The result on the meta device, without values."""
-        arguments = self._args, self._kwargs
-        args, kwargs = tree_map_only(torch.Tensor, _meta_of, arguments)
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
-        return self._func(*args, **kwargs)
-
-    def sources(self) -> list[LazyTensor]:
-        """The lazy tensors with storages of their own that the arguments are made of."""
-        leaves = tree_leaves((self._args, self._kwargs))
-        lazies = [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
-        return [lazy.lineage[-1] for lazy in lazies]
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
