@@ -23,9 +23,6 @@ from .preparation.process import empty_cache
 from .prepared import KbitPreparedModel, PeftPreparedModel
 from .reports import RestoreReport
 
-CALLS: list[Precision] = []
-"""The precisions of all calls of the drop-in in this process."""
-
 
 def prepared_of(model: nn.Module) -> KbitPreparedModel | None:
     """Find the wrapper that holds a model.
@@ -122,7 +119,6 @@ def prepare_model_for_kbit_training(
 
 
 def _prepare(model: nn.Module, config: PrepareConfig, clears_cache: bool) -> None:
-    CALLS.append(config.precision)
     with changing:
         wrapper = PeftPreparedModel.apply_on_top(model, config)
     if clears_cache and detect_as_peft(model).casts:

@@ -24,7 +24,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from kbitwrap import StepPredictor
 from kbitwrap.cli.console import quiet_libraries
-from kbitwrap.cli.step import limit_of
+from kbitwrap.cli.limits import limit_of
 from kbitwrap.cli.trainers import arguments
 from sections import DOCS, replace_section
 
@@ -60,7 +60,7 @@ def predictor(model: dict[str, Any], trainer: str, precision: str) -> StepPredic
     )
     args = None
     if trainer == SFT:
-        args = arguments("sft", optimizer=None, autocast=None, accumulate=None, has_liger=False)
+        args = arguments("sft")
     return StepPredictor(
         config_of(model),
         precision=precision,

@@ -19,21 +19,27 @@ from typing import Annotated, Any
 
 import typer
 
-from . import convert, demo, doctor, inspect, merge, plan, run, stamp
-from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
-from .usage import Command, Group, UsageError, line
+from . import convert, demo, doctor, merge, plan, run, stamp
+from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError, say
+from .usage import UsageError, line, with_option_repeated
+from .ways import Way
 
 PROGRAM = "kbitwrap"
 HELP = """Plan, prepare, merge and check fine-tunes of quantized models (QLoRA).
 
-  kbitwrap plan MODEL --step --budget 7GiB  # will it fit?
-  kbitwrap merge ADAPTER --out DIR
-  kbitwrap doctor DIR  # is something wrong with the merge?
-  kbitwrap demo        # PEFT's way and ours, on a CPU
+kbitwrap plan MODEL --step --budget 7GiB  # will it fit?
+kbitwrap merge ADAPTER --out DIR
+kbitwrap doctor DIR  # is something wrong with the merge?
+kbitwrap demo        # PEFT's way and ours, on a CPU
 
 'kbitwrap COMMAND --help' says more of each."""
 _COMPLETION = "_KBITWRAP_COMPLETE"  # by which a shell asks for words
-_COMMANDS = (demo, plan, inspect, doctor, merge, stamp, convert, run)
+_COMMANDS = (demo, plan, doctor, merge, stamp, convert, run)
+# Commands of earlier versions, and what takes their place.
+_GONE = {
+    "bench": "its figures are measured in a checkout of the repository, by python docs/figures benchmarks",
+    "inspect": "'kbitwrap doctor PATH' says what it said",
+}
 
 
 def _print_version(is_asked: bool) -> None:
@@ -69,22 +75,15 @@ def build_command() -> Any:
     """
     names = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(
-        cls=Group,
-        context_settings=names,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
+        context_settings=names, rich_markup_mode="rich", pretty_exceptions_enable=False
     )
     app.callback(help=HELP)(_options)
-    commands = {module.__name__.rpartition(".")[2]: module for module in _COMMANDS}
-    for name, module in {**commands, convert.OLD_NAME: convert}.items():
-        settings = {**names, **getattr(module, "SETTINGS", {})}
+    for module in _COMMANDS:
         app.command(
-            name,
-            cls=Command,
+            module.__name__.rpartition(".")[2],
             help=module.HELP,
             short_help=module.SUMMARY,
-            hidden=name == convert.OLD_NAME,
-            context_settings=settings,
+            context_settings={**names, **getattr(module, "SETTINGS", {})},
         )(module.command)
     return typer.main.get_command(app)
 
@@ -107,22 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     arguments = [*(sys.argv[1:] if argv is None else argv)]
-    command = build_command()
     if argv is None and _COMPLETION in os.environ:
-        command.main(arguments, prog_name=PROGRAM)
+        build_command().main(arguments, prog_name=PROGRAM)
     try:
-        if not arguments:
-            with (
-                contextlib.redirect_stdout(sys.stderr),
-                contextlib.suppress(typer.Exit),
-            ):
-                command.make_context(PROGRAM, ["--help"])
-            return EXIT_BAD_INPUT
-        with command.make_context(PROGRAM, arguments) as context:
-            status: int = command.invoke(context)
+        status = _answer(arguments)
         sys.stdout.flush()
-    except typer.Exit as asked:
-        return asked.exit_code
     except UsageError as error:
         print(line(error), file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -138,4 +126,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    return status
+
+
+def _answer(arguments: list[str]) -> int:
+    """Run what was typed, and return its exit status; nothing typed gets the help, and is bad usage."""
+    if not arguments:
+        with contextlib.redirect_stdout(sys.stderr):
+            _answer(["--help"])
+        return EXIT_BAD_INPUT
+    first = arguments[0]
+    if first in _GONE:
+        raise InputError(f"there is no command {first!r} any more: {_GONE[first]}")
+    if first == convert.OLD_NAME:
+        say("'kbitwrap export' is called 'kbitwrap convert' now")
+        arguments = ["convert", *arguments[1:]]
+    if first == "plan":
+        arguments = with_option_repeated(arguments, "--precision", [*Way])
+    command = build_command()
+    try:
+        with command.make_context(PROGRAM, arguments) as context:
+            status: int = command.invoke(context)
+    except typer.Exit as asked:
+        return asked.exit_code
     return status

@@ -16,95 +16,69 @@ from .. import (
     ManifestMismatchError,
     UnsupportedModelError,
 )
-from .console import (
-    EXIT_DONE,
-    EXIT_NO,
-    Doing,
-    InputError,
-    check_folder,
-    first_line,
-    hanging,
-    quiet_libraries,
-    say,
-    show,
-    show_json,
-)
+from .console import EXIT_DONE, EXIT_NO, InputError, first_line, say, show, show_json
+from .hub import working
 from .usage import (
-    HALF_DTYPES,
+    HalfDtype,
     Json,
+    MaxShardSize,
     Out,
     Overwrite,
-    at_most_one,
-    choice,
-    file_size,
+    expect_one_at_most,
     path,
-    value,
 )
 
 OLD_NAME = "export"
 SUMMARY = (
     "Rewrite a checkpoint that was saved while prepared, with its original dtypes."
 )
-HELP = """Rewrite a checkpoint that was saved while prepared, with its original dtypes.
-
-A checkpoint that was saved while prepared is float32 where the model was half; 'kbitwrap inspect' says whether one is.
-It is read and written one tensor at a time. The dtypes come from --manifest, --like or --dtype, or from the config of
-SRC.
-
-Exit status: 0 written, 1 the checkpoint is not of the manifest's model, 2 bad usage, bad input, or it cannot be
-written; unless it is 0, nothing is left at DST."""
-
-
-_Source = Annotated[
-    Path,
-    value(
-        "--from",
-        "SRC",
-        path,
-        "A folder with safetensors files or pytorch_model.bin, or one such file.",
-    ),
-]
-_Manifest = Annotated[
-    Path | None,
-    value("--manifest", "FILE", path, "Take the original dtypes from this manifest."),
-]
-_Like = Annotated[
-    Path | None,
-    value(
-        "--like",
-        "REFERENCE",
-        path,
-        "... from this checkpoint of the original model, or from its config.json.",
-    ),
-]
-_Dtype = Annotated[
-    str | None,
-    choice(
-        "--dtype",
-        HALF_DTYPES,
-        "... from the model loaded in this dtype; the one that the config of SRC names, if left out.",
-    ),
-]
-_MaxShardSize = Annotated[
-    int | None,
-    value(
-        "--max-shard-size",
-        "SIZE",
-        file_size,
-        "The maximum size of a file, such as 5GB; the files of SRC are kept, if left out.",
-    ),
-]
+HELP = (
+    "Rewrite a checkpoint that was saved while prepared, with its original dtypes.\n\n"
+    "A checkpoint that was saved while prepared is float32 where the model was half; 'kbitwrap doctor' says whether "
+    "one is. It is read and written one tensor at a time. The dtypes come from --manifest, --like or --dtype, or from "
+    "the config of SRC.\n\n"
+    "Exit status: 0 written, 1 the checkpoint is not of the manifest's model, 2 bad usage, bad input, or it cannot be "
+    "written; unless it is 0, nothing is left at DST."
+)
 
 
 def command(
-    context: typer.Context,
-    source: _Source,
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from",
+            metavar="SRC",
+            parser=path,
+            help="A folder with safetensors files or pytorch_model.bin, or one such file.",
+        ),
+    ],
     out: Out,
     overwrite: Overwrite = False,
-    manifest: _Manifest = None,
-    like: _Like = None,
-    dtype: _Dtype = None,
-    max_shard_size: _MaxShardSize = None,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path,
+            help="Take the original dtypes from this manifest.",
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="REFERENCE",
+            parser=path,
+            help="... from this checkpoint of the original model, or from its config.json.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        HalfDtype | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="... from the model loaded in this dtype, bfloat16 or float16; if left out, the one that the config "
+            "of SRC names.",
+        ),
+    ] = None,
+    max_shard_size: MaxShardSize = None,
     json_: Json = False,
 ) -> int:
     """Convert, and print what was written.
@@ -112,10 +86,7 @@ def command(
     Raises:
         InputError: There is no usable checkpoint, manifest or destination.
     """
-    at_most_one(context, manifest=manifest, like=like, dtype=dtype)
-    if context.info_name == OLD_NAME:
-        say("'kbitwrap export' is called 'kbitwrap convert' now")
-    check_folder(out, overwrite=overwrite)
+    expect_one_at_most(manifest=manifest, like=like, dtype=dtype)
 
     def convert(written: Callable[[int], None]) -> ExportReport:
         from .. import convert_checkpoint
@@ -131,18 +102,25 @@ def command(
             progress=written,
         )
 
-    return write(convert, f"converting {source}", as_json=json_)
+    return write(convert, None, f"converting {source}", as_json=json_)
 
 
 def write(
-    call: Callable[[Callable[[int], None]], ExportReport], doing: str, *, as_json: bool
+    call: Callable[[Callable[[int], None]], ExportReport],
+    model: str | None,
+    what: str,
+    *,
+    as_json: bool,
+    trust_remote_code: bool = False,
 ) -> int:
     """Write a checkpoint, and print what was written.
 
     Args:
         call: Writes it, and calls what it is given with each number of bytes written.
-        doing: What it does, in a few words.
+        model: The model that it needs, or ``None``.
+        what: What is done, in a few words.
         as_json: Print it as JSON.
+        trust_remote_code: Whether the code that the model brings along is run.
 
     Returns:
         0 if it was written, 1 if what was read is not what the manifest records.
@@ -152,8 +130,8 @@ def write(
             written.
     """
     try:
-        with Doing(doing) as line, quiet_libraries():
-            report = call(line.written)
+        with working(model, what, trust_remote_code) as doing:
+            report = call(doing.written)
     except ManifestMismatchError as error:
         say(first_line(error))
         if as_json:
@@ -169,5 +147,5 @@ def write(
     if as_json:
         show_json(report.to_dict())
     else:
-        show(hanging(str(report), 2))
+        show(str(report))
     return EXIT_DONE

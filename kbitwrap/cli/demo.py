@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Group
 from rich.text import Text
 
@@ -24,7 +25,7 @@ from .console import (
     show_json,
 )
 from .tables import table
-from .usage import Json, integer, value
+from .usage import Json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,10 +68,13 @@ _ATTRIBUTES = (
     "_require_grads_hooks",
 )
 
-_Seed = Annotated[int, value("--seed", "N", integer(0, 2**63 - 1), "Random seed.")]
 
-
-def command(seed: _Seed = 0, json_: Json = False) -> int:
+def command(
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Random seed.")
+    ] = 0,
+    json_: Json = False,
+) -> int:
     """Run the demonstration and print what was measured. 0 if every answer is yes, else 1."""
     expect_installed("the demonstration", "bitsandbytes", "peft", "transformers")
     if not json_:
@@ -459,7 +463,7 @@ def _show(result: Result) -> None:
         ["dtypes, hooks and flags left changed", *(str(left[way]) for way in WAYS)]
     )
 
-    merges = [["merged by", "fine-tune lost, by KL", "kbitwrap doctor says"]]
+    merges = [["merged by", "fine-tune lost", "kbitwrap doctor says"]]
     for merge in result["merges"]:
         verdict = "not a merge"
         if not merge["faults"]:

@@ -6,14 +6,11 @@ import contextlib
 import json
 import os
 import re
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from .. import ConfigError, UnsupportedModelError
 from .console import Doing, InputError, first_line, quiet_libraries, say
@@ -21,17 +18,8 @@ from .usage import DEFAULT_QUANT
 
 _TIMEOUT = 3.0  # seconds for a hub to answer
 _OFFLINE = "HF_HUB_OFFLINE"
-_QUANTIZATION = "quantization_config"
-BITSANDBYTES = "bitsandbytes"
+_BITSANDBYTES = "bitsandbytes"
 _ADAPTER_CONFIG = "adapter_config.json"
-_IN_OPTIONS = {
-    r"^optimizer:": "--optimizer:",
-    r"^args\.use_liger_kernel:": "--liger:",
-    r"^engine:": "--engine:",
-    r"quantization_config=\w+\(dequantize=True\)": "--quant none",
-    r"batch_size and seq_len:": "--batch and --seq:",
-    r"\(seq_len\)": "(--seq)",
-}
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -40,28 +28,36 @@ class NoModelError(InputError):
 
 
 @contextlib.contextmanager
-def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
-    """See that a model is here, in the cache, or on a hub that answers; while none does, nothing asks it again.
+def working(
+    model: str | None, what: str, trust_remote_code: bool = False
+) -> Iterator[Doing]:
+    """See that a model is to be had, and work on it: with a line of progress, and libraries that are quiet.
+
+    While no hub answers, nothing asks it again.
 
     Args:
-        name: A folder, a file or a name; ``None`` for no model.
-        trust_remote_code: Whether the code that it brings along is run: that is said.
+        model: A folder, a file or a name; ``None`` for no model.
+        what: What is being done, in a few words.
+        trust_remote_code: Whether the code that the model brings along is run: that is
+            said.
 
     Yields:
-        Nothing.
+        The line of progress.
 
     Raises:
         InputError: The model is nowhere.
     """
-    if name is None:
-        yield
-        return
-    is_here = _is_here(name)
-    if trust_remote_code:
-        say(f"--trust-remote-code: code that {name!r} brings along is run")
-    if is_here:
-        yield
-        return
+    with contextlib.ExitStack() as stack:
+        if model is not None and not _is_here(model):
+            _expect_in_cache_or_hub(model, stack)
+        if model is not None and trust_remote_code:
+            say(f"--trust-remote-code: code that {model!r} brings along is run")
+        with Doing(what) as doing, quiet_libraries():
+            yield doing
+
+
+def _expect_in_cache_or_hub(name: str, stack: contextlib.ExitStack) -> None:
+    """Refuse a model that neither the cache nor a hub has; stay offline until the stack ends where no hub answers."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -73,7 +69,6 @@ def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
         ) from error
     was_offline = constants.HF_HUB_OFFLINE
     if not was_offline and _answers(constants.ENDPOINT):
-        yield
         return
     if not isinstance(cached, str):
         why = f"{constants.ENDPOINT} cannot be reached"
@@ -83,61 +78,25 @@ def models(name: str | None, trust_remote_code: bool = False) -> Iterator[None]:
             f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
             f"{_neighbour(Path(name))}"
         )
-    before = os.environ.get(_OFFLINE)
     # read when libraries are imported, or at every use: both
-    constants.HF_HUB_OFFLINE = True
-    os.environ[_OFFLINE] = "1"
+    stack.enter_context(mock.patch.object(constants, _OFFLINE, True))
+    stack.enter_context(mock.patch.dict(os.environ, {_OFFLINE: "1"}))
+
+
+def _answers(endpoint: str) -> bool:
+    """Ask whether there is a hub, whatever it answers: one attempt of a few seconds, by the hub's own client."""
+    from huggingface_hub import get_session
+
     try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = was_offline
-        del os.environ[_OFFLINE]
-        if before is not None:
-            os.environ[_OFFLINE] = before
-
-
-@contextlib.contextmanager
-def working(
-    model: str | None, what: str, trust_remote_code: bool = False
-) -> Iterator[Doing]:
-    """See that a model is to be had, and work on it: with a line of progress, and libraries that are quiet.
-
-    Args:
-        model: As for ``models``, as is ``trust_remote_code``.
-        what: What is being done, in a few words.
-        trust_remote_code: Whether the code that the model brings along is run.
-
-    Yields:
-        The line of progress.
-
-    Raises:
-        InputError: The model is nowhere.
-    """
-    with models(model, trust_remote_code), Doing(what) as doing, quiet_libraries():
-        yield doing
-
-
-def quantization_in_training(quant: str | None, dtype: str | None) -> Any:
-    """Make what `merge_checkpoint` and others take for how a base was quantized.
-
-    Args:
-        quant: The word for a ``QuantKind``, or ``None`` where it was not told.
-        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's
-            default.
-
-    Returns:
-        The config; ``False`` of ``"none"``, and ``None`` where nothing was told.
-    """
-    if quant is None:
-        return None
-    from ..model.quantization import bitsandbytes_config
-
-    return bitsandbytes_config(quant, dtype) or False
+        get_session().head(endpoint, timeout=_TIMEOUT)
+    except Exception:  # whatever the library raises that the hub asks with
+        return False
+    return True
 
 
 def _is_here(name: str) -> bool:
-    """Whether a model is a folder or a file; raises where it can be neither, nor a name on the hub."""
-    if not name or "\0" in name:
+    """Tell whether a model is a folder or a file; refuse what can be neither, nor a name on the hub."""
+    if not name:
         raise InputError(
             f"expected a folder, a config.json or a name on the hub such as org/model, found {name!r}"
         )
@@ -161,9 +120,10 @@ def _check_model(path: Path) -> None:
         )
     is_adapter = path.is_dir() or path.name == _ADAPTER_CONFIG
     if is_adapter and (folder / _ADAPTER_CONFIG).is_file():
-        base = _base_of(folder / _ADAPTER_CONFIG)
+        base = named_base(folder)
+        named = f", {base!r}" if base else ""
         raise NoModelError(
-            f"{str(path)!r} is an adapter: give the model that it was trained on{base}"
+            f"{str(path)!r} is an adapter: give the model that it was trained on{named}"
         )
     if path.is_dir():
         raise NoModelError(
@@ -175,145 +135,149 @@ def _check_model(path: Path) -> None:
         )
 
 
-def _base_of(config: Path) -> str:
-    """The base that the config of an adapter names, in words; empty where it names none."""
-    try:
-        base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return ""
-    return f", {base!r}" if isinstance(base, str) and base else ""
-
-
 def _neighbour(path: Path) -> str:
-    """A suggestion: the path beside the one that was typed that is most like it; empty where none is."""
+    """Suggest the path beside the one that was typed that is most like it; ``""`` where none is."""
     if not os.path.isdir(path.parent) or not os.access(path.parent, os.R_OK):
         return ""
     alike = get_close_matches(path.name, os.listdir(path.parent), n=1)
     return f"; did you mean {str(path.with_name(alike[0]))!r}?" if alike else ""
 
 
-def _answers(endpoint: str) -> bool:
-    """Whether there is a hub, whatever it answers: one attempt of a few seconds, through a proxy if there is one."""
-    found: list[bool] = []
-
-    def ask() -> None:
-        try:
-            with urllib.request.urlopen(
-                urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT
-            ):
-                found.append(True)
-        except urllib.error.HTTPError:
-            found.append(True)
-        except (OSError, ValueError) as error:
-            # A certificate that only the hub's own client knows, say, is an answer too.
-            reason = getattr(error, "reason", error)
-            found.append("SSL" in type(reason).__name__)
-
-    # looking a name up has no time limit of its own
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_TIMEOUT + 1)
-    return any(found)
+# ----------------------------------------------------------------------------------------------------
+# Adapters.
+# ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """How a model is to be quantized when it is loaded.
+def is_adapter(folder: Path) -> bool:
+    """Find out whether the config of an adapter is in a folder."""
+    return os.path.isfile(folder / _ADAPTER_CONFIG)
 
-    Attributes:
-        name: What to call it.
-        config: The config for ``from_pretrained``; ``None`` for the model's own, or for
-            none.
+
+def check_adapter(folder: Path) -> None:
+    """Refuse an adapter that is not there, before a library is imported for it.
+
+    Raises:
+        InputError: There is no folder, or no adapter in it; one that lies in a folder of
+            it is named, the newest checkpoint of a run.
     """
+    expected = "ADAPTER is the folder of a saved adapter"
+    if not os.path.isdir(folder):
+        raise InputError(f"there is no folder {str(folder)!r}: {expected}")
+    if is_adapter(folder):
+        return
+    said = f"there is no {_ADAPTER_CONFIG} in {str(folder)!r}"
+    if (folder / "config.json").is_file():
+        said += ", which holds a model"
+    inside = [config.parent for config in folder.glob(f"*/{_ADAPTER_CONFIG}")]
+    numbered = sorted(inside, key=lambda path: (len(path.name), path.name))
+    if numbered:
+        expected += f", such as {str(numbered[-1])!r}"
+    raise InputError(f"{said}: {expected}")
 
-    name: str
-    config: Any
+
+def named_base(adapter: Path) -> str | None:
+    """Read which base the config of an adapter names, before a library is imported for it.
+
+    Args:
+        adapter: The adapter's folder.
+
+    Returns:
+        The base; ``None`` where the config names none, or cannot be read, of which the
+        library says what is wrong.
+    """
+    try:
+        config = json.loads((adapter / _ADAPTER_CONFIG).read_text("utf-8"))
+        name = config["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) and name else None
 
 
-def choose_quantization(model: str, quant: str | None, dtype: str) -> Quantization:
+@contextlib.contextmanager
+def asking_for_base(is_named: bool) -> Iterator[None]:
+    """Ask for the base where the one that the config of an adapter names is nowhere.
+
+    Args:
+        is_named: Whether the base is named by a config, and was not typed.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        InputError: The base that the config names is nowhere.
+    """
+    try:
+        yield
+    except NoModelError as error:
+        if not is_named:
+            raise
+        raise InputError(
+            f"{error}; the config of the adapter names it: give BASE"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------
+# Quantization.
+# ----------------------------------------------------------------------------------------------------
+
+
+def quantization_in_training(quant: str | None, dtype: str | None) -> Any:
+    """Make what `merge_checkpoint` and others take for how a base was quantized.
+
+    Args:
+        quant: The word for a ``QuantKind``, or ``None`` where it was not told.
+        dtype: The dtype that 4-bit layers compute in; ``None`` for the library's
+            default.
+
+    Returns:
+        The config; ``False`` of ``"none"``, and ``None`` where nothing was told.
+    """
+    from ..model.quantization import bitsandbytes_config
+
+    return None if quant is None else bitsandbytes_config(quant, dtype) or False
+
+
+def choose_quantization(
+    source: Any, name: str, quant: str | None, dtype: str
+) -> tuple[str, Any]:
     """Choose how a model is quantized: one that is quantized already keeps its own, or is dequantized.
 
     Args:
-        model: A folder, a ``config.json``, or a name on the hub.
+        source: What the model is built from.
+        name: How it was named.
         quant: The word for a ``QuantKind``; ``None`` for the model's own, or else nf4.
         dtype: The dtype that 4-bit layers compute in.
 
     Returns:
-        The choice.
+        What to call the quantization, and the config for ``from_pretrained``, ``None``
+        for the model's own, or for none.
 
     Raises:
         InputError: The model is quantized already, otherwise than asked for.
     """
+    from ..checkpoints.base_quantization import own_quantization
     from ..model.quantization import bitsandbytes_config
 
-    own = own_quantization(model)
+    own = own_quantization(source)
     if own is None:
-        name = quant or DEFAULT_QUANT
-        return Quantization(name, bitsandbytes_config(name, dtype))
-    method = str(own.get("quant_method", BITSANDBYTES))
-    if quant is None or (method == BITSANDBYTES and quant != "none"):
-        return Quantization(method, None)
+        kind = quant or DEFAULT_QUANT
+        return str(kind), bitsandbytes_config(kind, dtype)
+    method = str(own.get("quant_method", _BITSANDBYTES))
+    if quant is None or (method == _BITSANDBYTES and quant != "none"):
+        return method, None
     dequantizing = _dequantizing(own)
     instead = ""
     if dequantizing is not None:
         if quant == "none":
-            return Quantization("none", dequantizing)
+            return "none", dequantizing
         instead = ", or give --quant none for its dequantized weights"
     raise InputError(
-        f"--quant {quant}: {model!r} is quantized already, by {method}: leave --quant out{instead}"
+        f"--quant {quant}: {name!r} is quantized already, by {method}: leave --quant out{instead}"
     )
 
 
-def described_by(model: str, trust_remote_code: bool) -> Any:
-    """The source that the library builds a model from.
-
-    Args:
-        model: A folder, a ``config.json``, or a name on the hub.
-        trust_remote_code: Run the code that it brings along.
-
-    Returns:
-        The same, or the config that its own code reads.
-
-    Raises:
-        InputError: That code cannot read it.
-    """
-    if not trust_remote_code:
-        return model
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=True)
-    except Exception as error:  # whatever the code of others raises
-        raise InputError(
-            f"cannot read a config from {model!r}: {first_line(error)}"
-        ) from error
-
-
-def own_quantization(model: str) -> dict[str, Any] | None:
-    """Read the quantization that the config of a model names.
-
-    Args:
-        model: A folder, a ``config.json``, or a name on the hub.
-
-    Returns:
-        It; ``None`` where the model is not quantized, or the config cannot be read.
-    """
-    from transformers import PretrainedConfig
-
-    try:
-        content = PretrainedConfig.get_config_dict(model)[0]
-    except Exception:  # whatever transformers and the JSON parser raise: it is read again, and told then
-        return None
-    if not isinstance(content, dict):
-        return None
-    text = content.get("text_config")
-    nested = text.get(_QUANTIZATION) if isinstance(text, dict) else None
-    own = content.get(_QUANTIZATION) or nested
-    return own if isinstance(own, dict) else None
-
-
 def _dequantizing(own: dict[str, Any]) -> Any:
-    """The config by which weights are dequantized when they are loaded; ``None`` where transformers does not."""
+    """Make the config by which weights are dequantized when they are loaded; ``None`` where transformers does not."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     try:
@@ -339,10 +303,7 @@ def refusing(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, UnsupportedModelError) as error:
-        said = first_line(error)
-        for pattern, words in _IN_OPTIONS.items():
-            said = re.sub(pattern, words, said)
-        if isinstance(error, UnsupportedModelError):
-            said = f"{what}: {said}"
-        raise InputError(said) from error
+    except ConfigError as error:
+        raise InputError(first_line(error)) from error
+    except UnsupportedModelError as error:
+        raise InputError(f"{what}: {first_line(error)}") from error

@@ -1,287 +1,217 @@
-"""``kbitwrap plan``: what preparing a model costs, from its config alone."""
+"""``kbitwrap plan``: what preparing a model costs, or what a training step takes, from its config alone."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 
-from .. import Precision
+from .. import Precision, QuantKind
 from .console import (
     EXIT_DONE,
     EXIT_NO,
     InputError,
     Result,
     expect_installed,
-    hanging,
     show,
     show_json,
     warned,
 )
-from .hub import choose_quantization, described_by, refusing, working
+from .hub import choose_quantization, refusing, working
+from .limits import limit_of, verdict
 from .plot import check_plot, draw
-from .tables import Bars, add_column, figure, table
-from .trainers import TRAINERS
+from .tables import Rows, figure, table
+from .trainers import TrainerName
 from .usage import (
     DEFAULT_QUANT,
-    HALF_DTYPES,
-    KINDS_OF_4_BITS,
+    KINDS_OF_QUANT,
     PRECISIONS,
-    QUANTS,
+    HalfDtype,
     Json,
     TrustRemoteCode,
-    argument,
-    at_most_one,
-    choice,
-    file_size,
-    flag,
-    integer,
+    budget_option,
+    device_memory_option,
+    expect_one_at_most,
+    given,
     num_bytes,
-    option,
     path,
-    value,
 )
-from .ways import explained
+from .ways import Way, explained
 
 if TYPE_CHECKING:
     from .. import Plan
-    from .step import Predicted
 
 SUMMARY = (
     "Say whether a training step fits, or what preparing costs, from a config alone."
 )
+HELP = (
+    "Say what a training step takes and whether that fits, from a model's config alone; or what preparing it costs.\n\n"
+    "kbitwrap plan MODEL --step --budget 7GiB\n"
+    "kbitwrap plan MODEL --step --trainer sft --device-memory 24GB\n"
+    "kbitwrap plan MODEL\n\n"
+    "The first says whether a step of QLoRA fits 7 GiB, and which sequences and batches do. The second says so of "
+    "TRL's SFTTrainer, with its own defaults, on a GPU of 24 GB. The third is about preparing alone: what each "
+    "precision and PEFT's prepare_model_for_kbit_training add to the loaded model.\n\n"
+    "No weight is read, and no GPU is needed. A precision is a way to prepare: norms is the default, and full is what "
+    "PEFT's function does. The output explains each that it shows.\n\n"
+    "Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad "
+    "input."
+)
 PEFT = "peft"
 _OF_STEPS = (PEFT, "unprepared")
 _PEFTS = "PEFT's prepare_model_for_kbit_training"
-HELP = """Say what a training step takes and whether that fits, from a model's config alone; or what preparing it costs.
-
-  kbitwrap plan MODEL --step --budget 7GiB
-  kbitwrap plan MODEL --step --trainer sft --device-memory 24GB
-  kbitwrap plan MODEL
-
-The first says whether a step of QLoRA fits 7 GiB, and which sequences and batches do. The second says so of TRL's
-SFTTrainer, with its own defaults, on a GPU of 24 GB. The third is about preparing alone: what each precision and PEFT's
-prepare_model_for_kbit_training add to the loaded model.
-
-No weight is read, and no GPU is needed. A precision is a way to prepare: norms is the default, and full is what PEFT's
-function does. The output explains each that it shows.
-
-Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad
-input."""
-
 _WITH_STEP = "Options with --step"
 
 
-_Model = Annotated[
-    str, argument("MODEL", str, "A folder, a config.json, or a name on the hub.")
-]
-_Quant = Annotated[
-    str | None,
-    choice(
-        "--quant",
-        QUANTS,
-        f"Quantization: {KINDS_OF_4_BITS}; {DEFAULT_QUANT}, if left out. A model that is quantized already keeps its "
-        "own; none dequantizes it, where transformers can.",
-    ),
-]
-_Dtype = Annotated[
-    str,
-    choice("--dtype", HALF_DTYPES, "Dtype of the tensors that are not quantized."),
-]
-_Precision = Annotated[
-    list[str] | None,
-    choice(
-        "--precision",
-        (*PRECISIONS, *_OF_STEPS),
-        f"Ways to prepare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, and unprepared, which "
-        "is as loaded. All but unprepared, if left out.",
-        metavar="PRECISION...",
-    ),
-]
-_MemoryBudget = Annotated[
-    int | None,
-    value(
-        "--memory-budget",
-        "BYTES",
-        num_bytes,
-        "The most that preparing may add to the loaded model, such as 512MiB. It is no budget of a step, which "
-        "--budget is.",
-        panel="Options without --step",
-    ),
-]
-_Step = Annotated[
-    bool,
-    flag("--step", "Say what a training step takes, with LoRA on every linear layer."),
-]
-_Trainer = Annotated[
-    str | None,
-    choice(
-        "--trainer",
-        TRAINERS,
-        "The step of TRL's trainer of this kind, or of transformers' own (trainer), with its defaults for batch, "
-        "length, loss, optimizer, autocast and checkpointing.",
-        panel=_WITH_STEP,
-    ),
-]
-_Seq = Annotated[
-    int | None,
-    value(
-        "--seq",
-        "NUMBER",
-        integer(1),
-        "Tokens in a sequence. If left out: the default of --trainer; without it 2048, or the model's own longest if "
-        "that is less.",
-        panel=_WITH_STEP,
-    ),
-]
-_Batch = Annotated[
-    int | None,
-    value(
-        "--batch",
-        "NUMBER",
-        integer(1),
-        "Sequences in a batch. If left out: the default of --trainer, or 1 without it.",
-        panel=_WITH_STEP,
-    ),
-]
-_Accumulate = Annotated[
-    int | None,
-    value(
-        "--accumulate",
-        "NUMBER",
-        integer(1),
-        "Batches whose gradients are accumulated in a step, with --trainer.",
-        panel=_WITH_STEP,
-    ),
-]
-_Liger = Annotated[
-    bool,
-    flag(
-        "--liger",
-        "Train with Liger's kernels, with --trainer; not predicted yet, so refused.",
-        panel=_WITH_STEP,
-    ),
-]
-_Engine = Annotated[
-    str | None,
-    choice(
-        "--engine",
-        ("ddp", "fsdp2"),
-        "The step on one of several devices, with --devices.",
-        panel=_WITH_STEP,
-    ),
-]
-_Devices = Annotated[
-    int | None,
-    value(
-        "--devices",
-        "NUMBER",
-        integer(2),
-        "The number of devices, with --engine.",
-        panel=_WITH_STEP,
-    ),
-]
-_Budget = Annotated[
-    int | None,
-    value(
-        "--budget",
-        "BYTES",
-        file_size,
-        "The most that all tensors may take, the model's among them, such as 7GiB. The CUDA context comes on top.",
-        panel=_WITH_STEP,
-    ),
-]
-_DeviceMemory = Annotated[
-    int | None,
-    value(
-        "--device-memory",
-        "BYTES",
-        file_size,
-        "In place of --budget: the memory of the GPU, such as 24GB, of which the CUDA context is taken off.",
-        panel=_WITH_STEP,
-    ),
-]
-_Rank = Annotated[
-    int | None,
-    value(
-        "--rank",
-        "NUMBER",
-        integer(1),
-        "LoRA's rank; 16, if left out.",
-        panel=_WITH_STEP,
-    ),
-]
-_Optimizer = Annotated[
-    str | None,
-    value(
-        "--optimizer",
-        "NAME",
-        str,
-        "A name of TrainingArguments.optim; adamw_torch, if left out.",
-        panel=_WITH_STEP,
-    ),
-]
-_Autocast = Annotated[
-    str | None,
-    choice(
-        "--autocast",
-        HALF_DTYPES,
-        "The dtype of autocast in the forward pass.",
-        panel=_WITH_STEP,
-    ),
-]
-_Kernels = Annotated[
-    str | None,
-    choice(
-        "--kernels",
-        ("cuda", "cpu"),
-        "The device of the step; cuda, if left out.",
-        panel=_WITH_STEP,
-    ),
-]
-_Plot = Annotated[
-    Path | None,
-    value(
-        "--plot",
-        "FILE",
-        path,
-        "Draw it to this file, such as plan.svg; needs matplotlib.",
-    ),
-]
-_Overwrite = Annotated[
-    bool, flag("--overwrite", "Replace the file of --plot if it exists.")
-]
-
-
 def command(
-    context: typer.Context,
-    model: _Model,
-    step: _Step = False,
-    quant: _Quant = None,
-    dtype: _Dtype = "bfloat16",
-    precision: _Precision = None,
-    budget: _Budget = None,
-    device_memory: _DeviceMemory = None,
-    seq: _Seq = None,
-    batch: _Batch = None,
-    trainer: _Trainer = None,
-    accumulate: _Accumulate = None,
-    liger: _Liger = False,
-    rank: _Rank = None,
-    optimizer: _Optimizer = None,
-    autocast: _Autocast = None,
-    kernels: _Kernels = None,
-    engine: _Engine = None,
-    devices: _Devices = None,
-    memory_budget: _MemoryBudget = None,
-    plot: _Plot = None,
-    overwrite: _Overwrite = False,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder, a config.json, or a name on the hub."
+        ),
+    ],
+    step: Annotated[
+        bool,
+        typer.Option(
+            "--step",
+            help="Say what a training step takes, with LoRA on every linear layer.",
+        ),
+    ] = False,
+    quant: Annotated[
+        QuantKind | None,
+        typer.Option(
+            metavar="KIND",
+            help=f"Quantization: one of {KINDS_OF_QUANT}; {DEFAULT_QUANT}, if left out. A model that is quantized "
+            "already keeps its own; none dequantizes it, where transformers can.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        HalfDtype,
+        typer.Option(
+            metavar="DTYPE",
+            help="Dtype of the tensors that are not quantized, bfloat16 or float16.",
+        ),
+    ] = "bfloat16",
+    precision: Annotated[
+        list[Way] | None,
+        typer.Option(
+            metavar="PRECISION...",
+            help=f"Ways to prepare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, and "
+            "unprepared, which is as loaded. All but unprepared, if left out.",
+        ),
+    ] = None,
+    budget: Annotated[int | None, budget_option(_WITH_STEP)] = None,
+    device_memory: Annotated[int | None, device_memory_option(_WITH_STEP)] = None,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens in a sequence. If left out: the default of --trainer; without it 2048, or the model's own "
+            "longest if that is less.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Sequences in a batch. If left out: the default of --trainer, or 1 without it.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    trainer: Annotated[
+        TrainerName | None,
+        typer.Option(
+            metavar="KIND",
+            help="The step of TRL's trainer of this kind (sft, dpo, grpo, reward) or of transformers' own (trainer), "
+            "with its defaults for batch, length, loss, optimizer, autocast and checkpointing.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Batches whose gradients are accumulated in a step, with --trainer.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="LoRA's rank; 16, if left out.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name of TrainingArguments.optim; adamw_torch, if left out.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    autocast: Annotated[
+        HalfDtype | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="The dtype of autocast in the forward pass, bfloat16 or float16.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    kernels: Annotated[
+        Literal["cuda", "cpu"] | None,
+        typer.Option(
+            help="The device of the step; cuda, if left out.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    engine: Annotated[
+        Literal["ddp", "fsdp2"] | None,
+        typer.Option(
+            help="The step on one of several devices, with --devices.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="The number of devices, with --engine.",
+            rich_help_panel=_WITH_STEP,
+        ),
+    ] = None,
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(
+            metavar="BYTES",
+            parser=num_bytes,
+            help="The most that preparing may add to the loaded model, such as 512MiB. It is no budget of a step, "
+            "which --budget is.",
+            rich_help_panel="Options without --step",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path,
+            help="Draw it to this file, such as plan.svg; needs matplotlib.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace the file of --plot if it exists."),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -290,293 +220,201 @@ def command(
     Raises:
         InputError: The model cannot be planned for.
     """
+    of_steps = given(
+        seq=seq,
+        batch=batch,
+        trainer=trainer,
+        accumulate=accumulate,
+        engine=engine,
+        devices=devices,
+        budget=budget,
+        device_memory=device_memory,
+        rank=rank,
+        optimizer=optimizer,
+        autocast=autocast,
+        kernels=kernels,
+    )
+    of_steps += [f"--precision {way}" for way in _OF_STEPS if way in (precision or ())]
+    if of_steps and not step:
+        hint = ""
+        if "--budget" in of_steps:
+            hint = ", or give --memory-budget for what preparing alone adds"
+        raise InputError(
+            f"{of_steps[0]} applies to training steps only: add --step{hint}"
+        )
     if step and memory_budget is not None:
         raise InputError(
             "--memory-budget is for what preparing adds; the budget of a whole step is --budget"
         )
-    if not step:
-        _refuse_of_steps(
-            precision or (),
-            seq=seq,
-            batch=batch,
-            trainer=trainer,
-            accumulate=accumulate,
-            liger=liger or None,
-            engine=engine,
-            devices=devices,
-            budget=budget,
-            device_memory=device_memory,
-            rank=rank,
-            optimizer=optimizer,
-            autocast=autocast,
-            kernels=kernels,
-        )
-    at_most_one(context, budget=budget, device_memory=device_memory)
-    if trainer is None and (accumulate is not None or liger):
-        name = "--liger" if liger else "--accumulate"
-        raise InputError(f"{name} applies to the step of a trainer: add --trainer")
+    expect_one_at_most(budget=budget, device_memory=device_memory)
+    if trainer is None and accumulate is not None:
+        raise InputError("--accumulate applies to the step of a trainer: add --trainer")
     if (engine is None) != (devices is None):
         raise InputError("--engine and --devices are given together")
     if plot is not None:
-        check_plot(plot, overwrite=overwrite, source=model)
+        check_plot(plot, overwrite=overwrite)
     expect_installed("planning", "transformers")
-    if quant != "none":
+    if quant != QuantKind.NONE:
         expect_installed("planning", "bitsandbytes")
-    if not step:
-        # With a budget all are planned, so that those that fit can be named.
-        wanted = () if memory_budget is not None else (precision or ())
-        with working(model, f"planning for {model}", trust_remote_code):
-            quantization = choose_quantization(model, quant, dtype)
-            source = described_by(model, trust_remote_code)
-            plans = _plans(model, source, quantization.config, dtype, wanted)
-        asked = {name: plans[name] for name in plans if name in (precision or plans)}
-        loaded_in = quantization.name if quantization.config is not None else None
-        planned = Planned(model, dtype, memory_budget, plans, asked, loaded_in)
-        return _tell(planned, plot, json_)
-    from .step import StepRequest, limit_of, predict_steps
 
-    request = StepRequest(
-        model=model,
-        quant=quant,
-        dtype=dtype,
-        seq_len=seq,
-        batch_size=batch,
-        rank=rank or 16,
-        optimizer=optimizer,
-        autocast=autocast,
-        kernels=kernels or "cuda",
-        limit=limit_of(budget, device_memory),
-        trainer=trainer,
-        accumulate=accumulate,
-        has_liger=liger,
-        engine=engine,
-        num_devices=devices or 1,
-        trust_remote_code=trust_remote_code,
-    )
-    predicted = predict_steps(request, precision or (*PRECISIONS, PEFT))
-    return _tell(predicted, plot, json_)
+    asked = precision or [way for way in Way if way is not Way.UNPREPARED]
+    ways = [way.value for way in asked]
+    if step:
+        from .step import plan_steps
 
-
-def _refuse_of_steps(precisions: Sequence[str], **of_steps: object) -> None:
-    """Refuse what was given for training steps only."""
-    named = [option(name) for name, value in of_steps.items() if value is not None]
-    named += [f"--precision {name}" for name in _OF_STEPS if name in precisions]
-    if named:
-        other = ""
-        if named[0] == "--budget":
-            other = ", or give --memory-budget for what preparing alone adds"
-        raise InputError(
-            f"{named[0]} applies to training steps only: add --step{other}"
+        found = plan_steps(
+            model,
+            ways,
+            limit_of(budget, device_memory),
+            quant=quant,
+            dtype=dtype,
+            seq_len=seq,
+            batch_size=batch,
+            rank=rank or 16,
+            trainer=trainer,
+            accumulate=accumulate,
+            optimizer=optimizer,
+            autocast=autocast,
+            kernels=kernels or "cuda",
+            engine=engine,
+            num_devices=devices or 1,
+            plot=plot,
+            trust_remote_code=trust_remote_code,
         )
+    else:
+        found = _plan_preparation(
+            model, ways, memory_budget, quant, dtype, plot, trust_remote_code
+        )
+    result, parts, fits = found
+    if json_:
+        show_json(result)
+    else:
+        show(*parts)
+    return EXIT_DONE if fits else EXIT_NO
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is planned.
-# ----------------------------------------------------------------------------------------------------
-
-Plans = dict[str, "Plan"]
-"""Plans by precision."""
-
-
-def _plans(
-    model: str, source: Any, quantization: Any, dtype: str, precisions: Sequence[str]
-) -> Plans:
-    """The plans by precision: those asked for, or all, and "full" for PEFT's row.
-
-    Args:
-        model: The model, as it was named.
-        source: What it is built from.
-        quantization: As for ``from_pretrained``.
-        dtype: The dtype of what is not quantized.
-        precisions: Those asked for; all where there are none.
+def _plan_preparation(
+    model: str,
+    asked: Sequence[str],
+    budget: int | None,
+    quant: str | None,
+    dtype: str,
+    plot: Path | None,
+    trust_remote_code: bool,
+) -> tuple[Result, list[RenderableType], bool]:
+    """Plan the preparations asked for, and draw them.
 
     Returns:
-        The plans.
+        What was planned, the same as texts and tables, and whether it fits the budget.
     """
-    from .. import Plan
+    with working(model, f"planning for {model}", trust_remote_code):
+        from .. import Plan
+        from ..model.pretrained import read_config
 
-    plans: Plans = {}
-    for precision in PRECISIONS:
-        if precisions and precision not in (*precisions, Precision.FULL):
-            continue
+        plans = {}
         with refusing(f"the model {model!r} cannot be prepared"):
-            plans[precision] = Plan.for_pretrained(
-                source, quantization, dtype, precision=precision
-            )
-    return plans
+            source = read_config(model, True) if trust_remote_code else model
+            kind, config = choose_quantization(source, model, quant, dtype)
+            for precision in PRECISIONS:
+                # With a budget all are planned, so that those that fit can be named;
+                # PEFT's function casts as "full" does.
+                if budget is not None or precision in (*asked, Precision.FULL):
+                    plans[precision.value] = Plan.for_pretrained(
+                        source, config, dtype, precision=precision
+                    )
 
+    full = plans[Precision.FULL.value]
+    loaded = sum(row["bytes"] for row in full.by_role.values())
+    # PEFT's function casts in the model's order, in which everything is frozen.
+    (order,) = [edit.fqns for edit in full.edits if edit.action == "freeze"]
+    casts = [edit for edit in full.edits if edit.action == "store"]
+    casts.sort(key=lambda cast: min(map(order.index, cast.fqns)))
+    added = peak = 0
+    for cast in casts:
+        peak = max(peak, added + cast.transient_bytes)
+        added += cast.added_bytes
+    sizes = {PEFT: (added, peak)}
+    ours = {name: plans[name] for name in plans if name in asked}
+    for name, plan in ours.items():
+        sizes[name] = plan.added_bytes, plan.peak_bytes
+    fits = {name: budget is None or plans[name].peak_bytes <= budget for name in plans}
+    fitting = [name for name in (plans if budget is not None else ours) if fits[name]]
+    result = {
+        "model": model,
+        "dtype": dtype,
+        "quantization": full.quantization,
+        "memory_budget_bytes": budget,
+        "loaded_bytes": loaded,
+        "peft": {
+            "added_bytes": added,
+            "peak_bytes": peak,
+            "cache_bytes": full.cache_bytes,
+        },
+        "fits": {name: fits[name] for name in ours},
+        "fitting": fitting,
+        "plans": {name: _figures(plan) for name, plan in ours.items()},
+    }
 
-@dataclass(frozen=True)
-class Way:
-    """A way to prepare, and the bytes that it adds.
-
-    Attributes:
-        name: A precision, or ``"peft"``.
-        by_role: Those that stay, by role, and ``added`` all of them.
-        peak: The most while preparing.
-        cached: Those that it frees and an allocator keeps.
-    """
-
-    name: str
-    by_role: dict[str, int]
-    added: int
-    peak: int
-    cached: int = 0
-
-    @classmethod
-    def of(cls, name: str, plan: Plan) -> Way:
-        """The way of a plan."""
-        by_role = {role: row["added_bytes"] for role, row in plan.by_role.items()}
-        return cls(name, by_role, plan.added_bytes, plan.peak_bytes)
-
-    @classmethod
-    def of_peft(cls, full: Plan) -> Way:
-        """The way of PEFT's function: the casts of "full", in the model's order in place of the largest first."""
-        edits = full.to_dict()["edits"]
-        (order,) = [edit["fqns"] for edit in edits if edit["action"] == "freeze"]
-        places = {fqn: place for place, fqn in enumerate(order)}
-
-        def place_of(cast: Result) -> int:
-            return min(places[fqn] for fqn in cast["fqns"])
-
-        casts = [edit for edit in edits if edit["action"] == "store"]
-        added = peak = 0
-        for cast in sorted(casts, key=place_of):
-            peak = max(peak, added + cast["transient_bytes"])
-            added += cast["added_bytes"]
-        return dataclasses.replace(
-            cls.of(PEFT, full), added=added, peak=peak, cached=full.cache_bytes
+    parts: list[RenderableType] = []
+    if budget is not None:
+        told = {name: fits[name] for name in plans if fits[name] or name in ours}
+        parts.append(verdict(f"{_mib(budget)} MiB", told, "."))
+    dtypes = dtype
+    if full.quantization:
+        dtypes = f"{full.quantization if config is None else kind} and {dtype}"
+    by_size: dict[int, list[str]] = {}
+    for name in [*ours, PEFT]:
+        by_size.setdefault(sizes[name][0], []).append(_PEFTS if name == PEFT else name)
+    adding = []
+    for size, names in sorted(by_size.items()):
+        much = f"{_mib(size)} MiB" if size else "nothing"
+        *others, last = names
+        listed = f"{', '.join(others)} and {last}" if others else last
+        adding.append(f"{much} with {listed}")
+    parts.append(
+        f"Preparing {model} adds to {_mib(loaded)} MiB of parameters in {dtypes}: {'; '.join(adding)}."
+    )
+    if added or peak or full.cache_bytes:  # else none adds anything
+        rows = [["in MiB", "added", "peak while preparing", "parameters then"]]
+        for name, (size, most) in sizes.items():
+            rows.append([name, _mib(size), _mib(most), _mib(loaded + size)])
+        if budget is not None:
+            rows[0].append("fits")
+            for row, (_, most) in zip(rows[1:], sizes.values(), strict=True):
+                row.append("yes" if most <= budget else "no")
+        parts += [table(rows, right=True), explained(sizes)]
+    parts.append(table(_by_role(full, ours), right=True))
+    samples = max(plan.sample_bytes for plan in ours.values())
+    if samples:
+        parts.append(
+            f"While a model is prepared, samples of its parameters take {_mib(samples)} MiB more: by them kbitwrap "
+            "tells whether training changed a parameter."
         )
+    if full.cache_bytes:
+        parts.append(
+            f"PEFT's function frees {_mib(full.cache_bytes)} MiB, which stay in the allocator's cache until that is "
+            "emptied; its newer versions empty it at the end."
+        )
+    parts += warned({name: plan.warnings for name, plan in ours.items()})
+    parts.append(
+        "This is the cost of preparing alone; --step shows what a training step takes."
+    )
 
-
-@dataclass(frozen=True)
-class Planned:
-    """The plans for a model.
-
-    Attributes:
-        model: The model, as it was named.
-        dtype: The dtype of what is not quantized.
-        budget: The most that preparing may add at its peak, or ``None``.
-        plans: All that were made, some to be compared with.
-        asked: Those that were asked for.
-        quant: The quantization that was chosen for it; ``None`` for the model's own, or
-            for none.
-    """
-
-    model: str
-    dtype: str
-    budget: int | None
-    plans: Plans
-    asked: Plans
-    quant: str | None = None
-
-    @property
-    def full(self) -> Plan:
-        """The plan of "full", which does what PEFT's function does."""
-        return self.plans[Precision.FULL.value]
-
-    @property
-    def fitting(self) -> list[str]:
-        """The precisions that fit the budget; with none, those asked for."""
-        if self.budget is None:
-            return list(self.asked)
-        return [
-            name for name, plan in self.plans.items() if plan.peak_bytes <= self.budget
-        ]
-
-    @property
-    def fits(self) -> bool:
-        """Whether all that were asked for fit the budget, or there is none."""
-        return {*self.asked} <= {*self.fitting}
-
-    @property
-    def loaded(self) -> int:
-        """The bytes of the loaded model's parameters."""
-        return sum(row["bytes"] for row in self.full.by_role.values())
-
-    @functools.cached_property
-    def ways(self) -> list[Way]:
-        """PEFT's way and each precision that was asked for."""
-        ours = [Way.of(name, plan) for name, plan in self.asked.items()]
-        return [Way.of_peft(self.full), *ours]
-
-    def to_dict(self) -> Result:
-        """As plain values, ready for JSON."""
-        peft = self.ways[0]
-        fitting = self.fitting
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "quantization": self.full.quantization,
-            "memory_budget_bytes": self.budget,
-            "loaded_bytes": self.loaded,
-            "peft": {
-                "added_bytes": peft.added,
-                "peak_bytes": peft.peak,
-                "cache_bytes": peft.cached,
-            },
-            "fits": {name: name in fitting for name in self.asked},
-            "fitting": fitting,
-            "plans": {name: _figures(plan) for name, plan in self.asked.items()},
-        }
-
-    def parts(self) -> list[RenderableType]:
-        """As texts and tables."""
-        peft = self.ways[0]
-        parts: list[RenderableType] = []
-        if self.budget is not None:
-            parts.append(hanging(self._verdict(self.budget), 2))
-        parts.append(hanging(self._answer(), 2))
-        if peft.added or peft.peak or peft.cached:  # else none adds anything
-            parts.append(_by_precision(self))
-            parts.append(explained([way.name for way in self.ways]))
-        parts.append(_by_role(self))
-        parts.append(Group(*_notes(self)))
-        return parts
-
-    def _verdict(self, budget: int) -> str:
-        """The sentence that says which precisions a budget is enough for."""
-        fitting = self.fitting
-        over = [name for name in self.asked if name not in fitting]
-        within = ", ".join(fitting) or "no precision"
-        said = f"{_mib(budget)} MiB: preparing fits with {within}."
-        if over:
-            said += f" It does not fit with {', '.join(over)}."
-        return said
-
-    def _answer(self) -> str:
-        """The sentence that says what each way to prepare adds."""
-        names: dict[int, list[str]] = {}
-        peft, *ours = self.ways
-        for way in ours:
-            names.setdefault(way.added, []).append(way.name)
-        names.setdefault(peft.added, []).append(_PEFTS)
-        added = []
-        for size in sorted(names):
-            much = f"{_mib(size)} MiB" if size else "nothing"
-            *others, last = names[size]
-            listed = f"{', '.join(others)} and {last}" if others else last
-            added.append(f"{much} with {listed}")
-        dtypes = self.dtype
-        if self.full.quantization:
-            dtypes = f"{self.quant or self.full.quantization} and {self.dtype}"
-        loaded = f"{_mib(self.loaded)} MiB of parameters in {dtypes}"
-        return f"Preparing {self.model} adds to {loaded}: {'; '.join(added)}."
-
-    def draw(self, file: Path) -> None:
-        """Draw the parameters when prepared, by role, with the peaks and the budget."""
-        loaded = self.loaded
-        by_role = self.full.by_role
+    if plot is not None:
         bars = {}
-        marks = {}
-        for way in self.ways:
-            marks[way.name] = loaded + way.peak
-            bars[way.name] = {
-                role: row["bytes"] + way.by_role[role] for role, row in by_role.items()
+        for name, plan in {PEFT: full, **ours}.items():
+            roles = plan.by_role.items()
+            bars[name] = {
+                role: row["bytes"] + row["added_bytes"] for role, row in roles
             }
-        budget = None if self.budget is None else loaded + self.budget
-        title = f"{Path(self.model).name}: parameters when prepared, by role"
-        draw(bars, file, title, marks=marks, budget=budget)
+        draw(
+            bars,
+            plot,
+            f"{Path(model).name}: parameters when prepared, by role",
+            marks={name: loaded + most for name, (_, most) in sizes.items()},
+            budget=None if budget is None else loaded + budget,
+        )
+    return result, parts, {*ours} <= {*fitting}
 
 
 def _figures(plan: Plan) -> Result:
@@ -584,84 +422,23 @@ def _figures(plan: Plan) -> Result:
     return {key: value for key, value in plan.to_dict().items() if key not in left_out}
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is told of it.
-# ----------------------------------------------------------------------------------------------------
-
-
-def _tell(found: Planned | Predicted, plot: Path | None, as_json: bool) -> int:
-    """Draw and print what was found; returns the exit status."""
-    if plot is not None:
-        found.draw(plot)
-    if as_json:
-        show_json(found.to_dict())
-    else:
-        show(*found.parts())
-    return EXIT_DONE if found.fits else EXIT_NO
-
-
-def _by_precision(planned: Planned) -> Group:
-    """The cost of each precision in all, with a bar of its peak on which the budget is marked."""
-    budget = planned.budget
-    ways = planned.ways
-    rows = [["in MiB", "added", "peak while preparing", "parameters then"]]
-    for way in ways:
-        sizes = (way.added, way.peak, planned.loaded + way.added)
-        rows.append([way.name, *map(_mib, sizes)])
-    title = "peak"
-    if budget is not None:
-        title = f"peak, budget {_mib(budget)}"
-        fits = ["yes" if way.peak <= budget else "no" for way in ways]
-        add_column(rows, "fits", fits)
-    bars = Bars(title, [[way.peak] for way in ways], budget)
-    return table(rows, right=True, bars=bars)
-
-
-def _by_role(planned: Planned) -> Group:
-    """Parameters and loaded bytes by role, and what is added to them; what adds the same is one column."""
-    by_role = planned.full.by_role
+def _by_role(full: Plan, plans: Mapping[str, Plan]) -> Rows:
+    """Make the rows of the roles: tensors, loaded bytes, and those that are added; what adds the same is one column."""
     columns: dict[tuple[int, ...], list[str]] = {}
-    for way in planned.ways:
-        if any(way.by_role.values()):
-            columns.setdefault(tuple(way.by_role.values()), []).append(way.name)
+    for name, plan in {PEFT: full, **plans}.items():
+        added = tuple(row["added_bytes"] for row in plan.by_role.values())
+        if any(added):
+            columns.setdefault(added, []).append(name)
     headers = [f"added by {', '.join(names)}" for names in columns.values()]
     rows = [["parameters, in MiB", "tensors", "loaded", *headers]]
-    bars = []
-    for place, (role, row) in enumerate(by_role.items()):
-        added = [_mib(sizes[place]) for sizes in columns]
-        rows.append([role, str(row["count"]), _mib(row["bytes"]), *added])
-        bars.append([row["bytes"], row["added_bytes"]])
-    count = sum(row["count"] for row in by_role.values())
-    sums = [_mib(sum(sizes)) for sizes in columns]
-    rows.append(["total", str(count), _mib(planned.loaded), *sums])
-    title = f"loaded, added by {PEFT}" if columns else "loaded"
-    return table(rows, right=True, bars=Bars(title, [*bars, []]))
-
-
-def _notes(planned: Planned) -> list[str]:
-    """The lines below the tables: what is beside their figures, warnings, and where to go on."""
-    notes = []
-    samples = max([plan.sample_bytes for plan in planned.asked.values()], default=0)
-    if samples:
-        notes.append(
-            f"While a model is prepared, samples of its parameters take {_mib(samples)} MiB more: by them kbitwrap "
-            "tells whether training changed a parameter."
-        )
-    cached = planned.ways[0].cached
-    if cached:
-        notes.append(
-            f"PEFT's function frees {_mib(cached)} MiB, which stay in the allocator's cache until that is emptied; "
-            "its newer versions empty it at the end."
-        )
-    notes = [hanging(note, 2) for note in notes]
-    notes += warned({name: plan.warnings for name, plan in planned.asked.items()})
-    notes.append(
-        hanging(
-            "This is the cost of preparing alone; --step shows what a training step takes.",
-            2,
-        )
-    )
-    return notes
+    for place, (role, row) in enumerate(full.by_role.items()):
+        added_here = [_mib(added[place]) for added in columns]
+        rows.append([role, str(row["count"]), _mib(row["bytes"]), *added_here])
+    count = sum(row["count"] for row in full.by_role.values())
+    loaded = sum(row["bytes"] for row in full.by_role.values())
+    sums = [_mib(sum(added)) for added in columns]
+    rows.append(["total", str(count), _mib(loaded), *sums])
+    return rows
 
 
 def _mib(num_bytes: int) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import InputError, check_file
+from .console import InputError
 
 if TYPE_CHECKING:
     from .. import StepMemory
 
-PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+SUFFIXES = (".svg", ".png", ".pdf")
 _GIB = 2**30
 _LINE_COLOR = "#1f2328"
 _STYLE: dict[Any, Any] = {
@@ -24,27 +23,33 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def check_plot(path: Path, *, overwrite: bool, source: str | Path | None) -> None:
+def check_plot(path: Path, *, overwrite: bool) -> None:
     """Refuse a figure that cannot be drawn to a file, before anything is computed for it.
 
     Args:
         path: The file.
         overwrite: Whether one that exists is to be replaced.
-        source: The path of what is drawn, if it has one.
 
     Raises:
-        InputError: matplotlib is not installed, the name has another suffix, or the
-            file cannot be written.
+        InputError: matplotlib is not installed, the name has another suffix, something
+            is there, or there is no folder to write to.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
             "--plot needs matplotlib, which is not there: pip install matplotlib; in a checkout, pip install '.[plot]'"
         )
-    if path.suffix not in PLOT_SUFFIXES:
+    if path.suffix not in SUFFIXES:
         raise InputError(
-            f"--plot: expected a name that ends in {' or '.join(PLOT_SUFFIXES)}, found {str(path)!r}"
+            f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, found {str(path)!r}"
         )
-    check_file(path, "--plot", overwrite=overwrite, source=source)
+    if os.path.exists(path) and not overwrite:
+        raise InputError(
+            f"--plot: {str(path)!r} exists; choose another name, or add --overwrite"
+        )
+    if not path.parent.is_dir():
+        raise InputError(
+            f"--plot: cannot write {str(path)!r}: the folder {str(path.parent)!r} is not there"
+        )
 
 
 def draw(
@@ -64,16 +69,13 @@ def draw(
         marks: The highest level of each precision while it is prepared, in bytes,
             marked beside its bar.
         budget: Bytes, drawn as a line.
-
-    Raises:
-        InputError: The file cannot be written.
     """
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
 
     parts = dict.fromkeys(part for sizes in bars.values() for part in sizes)
-    with matplotlib.rc_context(_STYLE), writing(path) as unfinished:
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(8, 1.4 + 0.4 * len(bars)), layout="constrained")
         axes = figure.subplots()
         ends = np.zeros(len(bars))
@@ -100,7 +102,7 @@ def draw(
         axes.set_title(title, fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-        figure.savefig(unfinished)
+        figure.savefig(path)
 
 
 def draw_steps(
@@ -113,49 +115,16 @@ def draw_steps(
         path: The file to write.
         title: What is drawn.
         budget: Bytes, drawn as a line where there are several.
-
-    Raises:
-        InputError: The file cannot be written.
     """
     import matplotlib
 
     if len(steps) == 1:
         (step,) = steps.values()
-        with matplotlib.rc_context(_STYLE), writing(path) as unfinished:
-            step.plot(unfinished)
+        with matplotlib.rc_context(_STYLE):
+            step.plot(path)
         return
     bars = {}
     for name, step in steps.items():
         kinds = step.by_kind.items()
         bars[name] = {kind.replace("_", " "): size for kind, size in kinds}
     draw(bars, path, title, budget=budget)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[Path]:
-    """Let a file be written beside its place, and put there once it is whole.
-
-    What is there and no file, such as a pipe, is written to. Nothing is left over if
-    the body raises.
-
-    Args:
-        path: The file, or a link to it.
-
-    Yields:
-        The file to write, with the same suffix.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
-    target = Path(os.path.realpath(path))
-    unfinished = target.with_name(f".kbitwrap-{os.getpid()}{target.suffix}")
-    try:
-        if target.exists() and not target.is_file():
-            yield target
-            return
-        yield unfinished
-        os.replace(unfinished, target)
-    except OSError as error:
-        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)

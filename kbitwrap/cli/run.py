@@ -8,135 +8,163 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any, NoReturn
+from unittest import mock
 
 import typer
 
 from .. import Precision
-from .console import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NO, InputError
-from .usage import (
-    PRECISIONS,
-    argument,
-    at_most_one,
-    choice,
-    file_size,
-    flag,
-    option,
-    value,
+from ..foresight.imports import when_imported
+from .console import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_NO,
+    InputError,
+    quiet_libraries,
+    show,
 )
+from .hub import refusing
+from .limits import gib, limit_of, verdict
+from .usage import budget_option, device_memory_option, expect_one_at_most, given
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
-HELP = """Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's; or say what its step will take.
-
-  kbitwrap run --plan --device-memory 24GB train.py --epochs 3
-  kbitwrap run --precision norms train.py --epochs 3
-
-The first says whether a step of the script fits a GPU of 24 GB, and trains nothing. The second trains, prepared by
-kbitwrap in place of PEFT: nothing in the script is edited. Options before SCRIPT are kbitwrap's, those after it the
-script's.
-
-The script is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the moment
-that PEFT is imported. Processes that the script starts are not affected.
-
-With --plan it runs until a trainer of transformers or TRL would train, prints what a step will take and whether that
-fits, and stops. Nothing is trained, and models have no weights unless --load is given. A script that computes with its
-model before it trains needs --load.
-
-Exit status: that of the script; 2 if it cannot be read. With --plan: 0 the step fits or there is nothing to fit, 1 it
-does not, 2 it was not reached or cannot be predicted."""
+HELP = (
+    "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's; or say what its step will take.\n\n"
+    "kbitwrap run --plan --device-memory 24GB train.py --epochs 3\n"
+    "kbitwrap run --precision norms train.py --epochs 3\n\n"
+    "The first says whether a step of the script fits a GPU of 24 GB, and trains nothing. The second trains, prepared "
+    "by kbitwrap in place of PEFT: nothing in the script is edited. Options before SCRIPT are kbitwrap's, those after "
+    "it the script's.\n\n"
+    "The script is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the "
+    "moment that PEFT is imported. Processes that the script starts are not affected.\n\n"
+    "With --plan it runs until a trainer of transformers or TRL would train, prints what a step will take and whether "
+    "that fits, and stops. Nothing is trained, and models have no weights unless --load is given. A script that "
+    "computes with its model before it trains needs --load.\n\n"
+    "Exit status: that of the script; 2 if it cannot be read. With --plan: 0 the step fits or there is nothing to fit, "
+    "1 it does not, 2 it was not reached or cannot be predicted."
+)
 SETTINGS = {"allow_interspersed_args": False}
 _NOT_CALLED = (
     "kbitwrap: in this process {} never called PEFT's prepare_model_for_kbit_training, so --precision {} changed "
     "nothing; TRL's trainers are prepared by prepared_trainer, and a model by KbitPreparedModel"
 )
+_WITH_PLAN = "Options with --plan"
 
 
-_Plan = Annotated[
-    bool,
-    flag("--plan", "Print what a training step will take, and stop before the first."),
-]
-_Budget = Annotated[
-    int | None,
-    value(
-        "--budget",
-        "BYTES",
-        file_size,
-        "The most that all tensors may take, the model's among them, such as 7GiB, with --plan. The CUDA context comes "
-        "on top.",
-    ),
-]
-_DeviceMemory = Annotated[
-    int | None,
-    value(
-        "--device-memory",
-        "BYTES",
-        file_size,
-        "In place of --budget: the memory of the GPU, such as 24GB, with --plan; that of the GPU here, if neither is "
-        "given.",
-    ),
-]
-_Load = Annotated[
-    bool, flag("--load", "Load the models that the script loads, with --plan.")
-]
+class _Stopped(BaseException):
+    """Ends a script where its trainer would train; no ``except Exception`` of the script stops it."""
 
 
 def command(
     context: typer.Context,
-    script: Annotated[str, argument("SCRIPT", str, "A Python file.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     arguments: Annotated[
         list[str] | None,
-        argument("[ARGUMENTS]...", str, "The script's own arguments and options."),
+        typer.Argument(
+            metavar="ARGUMENTS", help="The script's own arguments and options."
+        ),
     ] = None,
     precision: Annotated[
-        str,
-        choice(
-            "--precision",
-            PRECISIONS,
-            "What the drop-in prepares with; 'full' is PEFT's way.",
+        Precision,
+        typer.Option(
+            metavar="PRECISION",
+            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none.",
         ),
-    ] = Precision.FULL.value,
-    plan: _Plan = False,
-    budget: _Budget = None,
-    device_memory: _DeviceMemory = None,
-    load: _Load = False,
+    ] = Precision.FULL,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Print what a training step will take, and stop before the first.",
+        ),
+    ] = False,
+    budget: Annotated[int | None, budget_option(_WITH_PLAN)] = None,
+    device_memory: Annotated[int | None, device_memory_option(_WITH_PLAN)] = None,
+    load: Annotated[
+        bool,
+        typer.Option(
+            "--load",
+            help="Load the models that the script loads.",
+            rich_help_panel=_WITH_PLAN,
+        ),
+    ] = False,
 ) -> int:
     """Run the script. 0 if it ended, 1 if it raised, 130 if it was interrupted; the traceback was printed.
 
     With ``plan`` the status is the answer whether its step fits.
 
     Raises:
-        InputError: The script cannot be read.
+        InputError: The script cannot be read, or its step not planned.
         SystemExit: From the script.
     """
-    at_most_one(context, budget=budget, device_memory=device_memory)
-    given = {"budget": budget, "device_memory": device_memory, "load": load or None}
-    named = [option(name) for name, one in given.items() if one is not None]
-    if named and not plan:
-        raise InputError(f"{named[0]} is for --plan")
+    expect_one_at_most(budget=budget, device_memory=device_memory)
+    of_plan = given(budget=budget, device_memory=device_memory, load=load)
+    if of_plan and not plan:
+        raise InputError(f"{of_plan[0]} is for --plan")
     if not plan:
         source: Any = context.get_parameter_source("precision")
         told = "" if source.name == "DEFAULT" else _NOT_CALLED.format(script, precision)
         return _run(script, arguments, _patched_when_imported(precision, told))
-    from .rehearse import Rehearsal, Stopped
 
-    rehearsal = Rehearsal(precision, budget, device_memory, load)
+    from .. import instead_of_training
+
+    trainers: list[tuple[Any, dict[str, Any]]] = []
+
+    def stop(trainer: Any, settings: dict[str, Any]) -> NoReturn:
+        trainers.append((trainer, settings))
+        raise _Stopped
+
+    stopping = instead_of_training(stop, precision=precision, loads=load)
+    how = "the script ended"
     try:
-        status = _run(script, arguments, rehearsal.in_force())
-        if status == EXIT_INTERRUPTED:
-            return status
-        how = "the script raised" if status else "the script ended"
-    except Stopped:
-        how = "the script was stopped"
+        with contextlib.suppress(_Stopped):
+            status = _run(script, arguments, stopping)
+            if status == EXIT_INTERRUPTED:
+                return status
+            if status:
+                how = "the script raised"
     except SystemExit as left:
         how = f"the script ended with status {left.code!r}"
-    return rehearsal.ended(how)
+    if not trainers:
+        why = "" if load else "; models were built without weights, which --load loads"
+        raise InputError(f"{how} before a trainer's train(){why}")
+    return _tell_step(*trainers[0], budget, device_memory)
 
 
-def _num_calls() -> int:
-    """The calls of the drop-in so far, in a process that may not have loaded it."""
-    drop_in = sys.modules.get("kbitwrap.drop_in")
-    return 0 if drop_in is None else len(drop_in.CALLS)
+def _tell_step(
+    trainer: Any,
+    settings: dict[str, Any],
+    budget: int | None,
+    device_memory: int | None,
+) -> int:
+    """Print what a step of a trainer takes, and whether it fits; return the exit status."""
+    import torch
+
+    from .. import predict_step, prepared_of
+
+    prepared = prepared_of(trainer.model)
+    if prepared is not None:
+        settings = asdict(prepared.config)
+        prepared.restore()
+    kernels = "cpu" if trainer.args.use_cpu else "cuda"
+    if kernels == "cuda" and torch.cuda.is_available() and budget is None:
+        there = torch.cuda.get_device_properties(0).total_memory
+        device_memory = device_memory or there
+    limit = limit_of(budget, device_memory)
+    name = type(trainer).__name__
+    with quiet_libraries(), refusing(f"the step of {name} cannot be predicted"):
+        step = predict_step(trainer, kernels=kernels, **settings)
+    takes = f"a step of {name} takes {gib(step.peak_bytes)} GiB"
+    loading = step.loading_bytes or 0
+    if loading > step.peak_bytes:
+        takes += f", and loading the model {gib(loading)}"
+    fits = limit is None or step.needed_bytes <= limit.budget
+    if limit is not None:
+        takes = verdict(limit, {name: fits}, f", {takes}")
+    show(f"{takes}.", str(step))
+    return EXIT_DONE if fits else EXIT_NO
 
 
 def _run(
@@ -161,11 +189,9 @@ def _run(
         try:
             with changed:
                 exec(loader.source_to_code(source, path), vars(main))
-        except SystemExit:
+        except (SystemExit, _Stopped):
             raise
         except BaseException as error:
-            if _is_own(error):
-                raise
             # As for a script: no frame above it is shown, and none at all where it
             # cannot be compiled.
             trace = error.__traceback__
@@ -174,11 +200,6 @@ def _run(
             sys.excepthook(type(error), error.with_traceback(trace), trace)
             return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_NO
     return EXIT_DONE
-
-
-def _is_own(error: BaseException) -> bool:
-    """Whether an exception is the end of a rehearsal."""
-    return type(error).__module__ == f"{__package__}.rehearse"
 
 
 @contextlib.contextmanager
@@ -201,52 +222,25 @@ def _patched_when_imported(precision: str, not_called: str) -> Iterator[None]:
 
     What is told of a script that never called PEFT's function is printed in the end.
     """
-    num_calls = _num_calls()
+    was_called = False
     with contextlib.ExitStack() as stack:
-        finder = _Finder(precision, stack)
-        if "peft" in sys.modules:
-            finder.patch()
-        else:
-            sys.meta_path.insert(0, finder)
-            stack.callback(sys.meta_path.remove, finder)
+
+        def patch(_: types.ModuleType) -> None:
+            from .. import KbitPreparedModel, patched
+
+            prepare = KbitPreparedModel.as_peft
+
+            def noting(*args: Any) -> KbitPreparedModel:
+                nonlocal was_called
+                was_called = True
+                return prepare(*args)
+
+            stack.enter_context(patched(precision))
+            stack.enter_context(mock.patch.object(KbitPreparedModel, "as_peft", noting))
+
+        stack.enter_context(when_imported({"peft": patch}))
         try:
             yield
         finally:
-            if not_called and _num_calls() == num_calls:
+            if not_called and not was_called:
                 print(not_called, file=sys.stderr)
-
-
-class _Finder:
-    """Finds PEFT as the other finders do, and patches it as soon as it has been executed."""
-
-    def __init__(self, precision: str, stack: contextlib.ExitStack) -> None:
-        self._precision = precision
-        self._stack = stack
-
-    def patch(self) -> None:
-        """Patch PEFT until the script ends."""
-        from .. import patched
-
-        self._stack.enter_context(patched(self._precision))
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: Any = None
-    ) -> Any:
-        """Find PEFT's package; ``None`` for every other."""
-        if name != "peft":
-            return None
-        finders = [finder for finder in sys.meta_path if finder is not self]
-        spec: Any = next(
-            filter(None, (finder.find_spec(name, path, target) for finder in finders)),
-            None,
-        )
-        if spec is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                del spec.loader.exec_module
-                execute(module)
-                self.patch()
-
-            spec.loader.exec_module = exec_module
-        return spec

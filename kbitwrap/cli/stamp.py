@@ -5,63 +5,57 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from .adapters import asking_for_base, check_adapter, is_unrecorded, named_base
+import typer
+
 from .console import (
     EXIT_DONE,
+    QUANT_BY_CONFIG,
     InputError,
+    checked_device,
     first_line,
     say,
     show_json,
     warnings_for,
 )
-from .hub import quantization_in_training, working
+from .hub import (
+    asking_for_base,
+    check_adapter,
+    named_base,
+    quantization_in_training,
+    working,
+)
 from .usage import (
-    QUANT_BY_CONFIG,
+    BaseInTraining,
+    Device,
     DtypeOfBase,
     Json,
     QuantInTraining,
     TrustRemoteCode,
-    argument,
-    device,
     path,
-    value,
 )
 
 SUMMARY = "Write the manifest of a run that was made without kbitwrap."
-HELP = """Write the manifest of a run that was made without kbitwrap, beside its adapter.
-
-kbitwrap.json gets what ADAPTER and its base prove: the class, and the names, shapes, dtypes and digests of the base as
-the run had it. By these merge and doctor recognize another base. What ADAPTER and its base do not prove is recorded as
-unknown, and printed. How BASE was quantized has to be known: --quant says it where no config does.
-Stamp on the type of device that was trained on: a GPU and a CPU may quantize a last bit differently.
-
-Exit status: 0 written, 2 bad usage, bad input, or there is a manifest already."""
+HELP = (
+    "Write the manifest of a run that was made without kbitwrap, beside its adapter.\n\n"
+    "kbitwrap.json gets what ADAPTER and its base prove: the class, and the names, shapes, dtypes and digests of the "
+    "base as the run had it. By these merge and doctor recognize another base. What ADAPTER and its base do not prove "
+    "is recorded as unknown, and printed. How BASE was quantized has to be known: --quant says it where no config "
+    "does. Stamp on the type of device that was trained on: a GPU and a CPU may quantize a last bit differently.\n\n"
+    "Exit status: 0 written, 2 bad usage, bad input, or there is a manifest already."
+)
 
 
 def command(
     adapter: Annotated[
-        Path, argument("ADAPTER", path, "The folder of a saved adapter.")
-    ],
-    base: Annotated[
-        str | None,
-        value(
-            "--base",
-            "BASE",
-            str,
-            "A folder, or a name on the hub; what the config of ADAPTER names, if left out.",
+        Path,
+        typer.Argument(
+            metavar="ADAPTER", parser=path, help="The folder of a saved adapter."
         ),
-    ] = None,
+    ],
+    base: BaseInTraining = None,
     quant: QuantInTraining = None,
     dtype: DtypeOfBase = None,
-    device: Annotated[
-        str | None,
-        value(
-            "--device",
-            "DEVICE",
-            device,
-            "The device that was trained on; cuda if there is one, else cpu.",
-        ),
-    ] = None,
+    device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -75,23 +69,26 @@ def command(
     base = base or named_base(adapter)
     doing = working(base, f"stamping {adapter}", trust_remote_code)
     with asking_for_base(is_named), doing:
-        if base and quant is None and is_unrecorded(base, adapter):
-            raise InputError(
-                f"it is not known how the base {base!r} was quantized in training: no config says it; give --quant. "
-                f"{QUANT_BY_CONFIG}"
-            )
         from .. import KbitWrapError, stamp_adapter  # not before: they load torch
-        from .devices import choose_device
+        from ..checkpoints.adapters import read_adapter
+        from ..checkpoints.base_quantization import UNKNOWN, find_quantization
 
-        quantization = quantization_in_training(quant, dtype)
         try:
+            if base and quant is None:
+                saved = read_adapter(adapter)
+                told = find_quantization(base, None, None, saved, trust_remote_code)
+                if told.source == UNKNOWN:
+                    raise InputError(
+                        f"it is not known how the base {base!r} was quantized in training: no config says it; give "
+                        f"--quant. {QUANT_BY_CONFIG}"
+                    )
             with warnings_for(__name__) as notes:
                 manifest = stamp_adapter(
                     adapter,
                     base,
-                    quantization_config=quantization,
+                    quantization_config=quantization_in_training(quant, dtype),
                     dtype=dtype,
-                    device=choose_device(device),
+                    device=checked_device(device),
                     trust_remote_code=trust_remote_code,
                 )
         except (KbitWrapError, OSError) as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Literal
 
 from .console import InputError, expect_installed, first_line
 
+TrainerName = Literal["sft", "dpo", "grpo", "reward", "trainer"]
 _CONFIGS = {
     "sft": ("trl", "SFTConfig"),
     "dpo": ("trl", "DPOConfig"),
@@ -14,55 +15,31 @@ _CONFIGS = {
     "reward": ("trl", "RewardConfig"),
     "trainer": ("transformers", "TrainingArguments"),
 }
-TRAINERS = tuple(_CONFIGS)
-"""The trainers by the words for them."""
 
 
 def called(trainer: str) -> str:
-    """The name of a trainer, for people.
-
-    Args:
-        trainer: One of ``TRAINERS``.
-    """
+    """Name a trainer for people."""
     library, config = _CONFIGS[trainer]
     if library == "transformers":
         return "transformers' Trainer"
     return f"TRL's {config.removesuffix('Config')}Trainer"
 
 
-def adapters(trainer: str | None, rank: int) -> Any:
-    """LoRA on every linear layer, for the kind of model that a trainer trains.
-
-    Args:
-        trainer: One of ``TRAINERS``, or ``None`` for a step without a trainer.
-        rank: The rank.
-
-    Returns:
-        The config of PEFT.
-    """
-    from peft import LoraConfig
-
-    task = "SEQ_CLS" if trainer == "reward" else None
-    return LoraConfig(r=rank, target_modules="all-linear", task_type=task)
-
-
 def arguments(
     trainer: str,
     *,
-    optimizer: str | None,
-    autocast: str | None,
-    accumulate: int | None,
-    has_liger: bool,
+    optimizer: str | None = None,
+    autocast: str | None = None,
+    accumulate: int | None = None,
 ) -> Any:
     """Make the arguments of a trainer.
 
     Args:
-        trainer: One of ``TRAINERS``.
+        trainer: A `TrainerName`.
         optimizer: A name of ``TrainingArguments.optim``; ``None`` for the default of
             the trainer, as for all that follow.
         autocast: The dtype of autocast.
         accumulate: Batches whose gradients are accumulated.
-        has_liger: Whether it trains with Liger's kernels.
 
     Returns:
         The arguments.
@@ -84,8 +61,6 @@ def arguments(
         settings["fp16"] = autocast == "float16"
     if accumulate is not None:
         settings["gradient_accumulation_steps"] = accumulate
-    if has_liger:
-        settings["use_liger_kernel"] = True
     config = getattr(importlib.import_module(library), name)
     try:
         return config(**settings)

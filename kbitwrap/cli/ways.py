@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 
-from rich.console import Group
+from rich.table import Table
 
-from .console import hanging
+
+class Way(str, Enum):
+    """A way to prepare: a precision, or another that a step is planned for."""
+
+    FULL = "full"
+    COMPUTE = "compute"
+    NORMS = "norms"
+    ADAPTED = "adapted"
+    NONE = "none"
+    PEFT = "peft"
+    UNPREPARED = "unprepared"
+
+    __str__ = str.__str__
+
 
 _WAYS = {
-    "peft": "PEFT's prepare_model_for_kbit_training",
     "full": "computes and stores what PEFT's function does",
     "compute": "computes what full does, and upcasts weights as they are used",
     "norms": "the default: norms compute in float32, stored as loaded",
     "adapted": "as norms, in blocks with adapters alone",
     "none": "computes and stores as loaded",
+    "peft": "PEFT's prepare_model_for_kbit_training",
     "unprepared": "as loaded, without preparation",
 }
 
 
-def explained(names: Iterable[str]) -> Group:
-    """Say what each way to prepare does.
-
-    Args:
-        names: Precisions, ``"peft"`` or ``"unprepared"``.
-
-    Returns:
-        A line for each, for ``show``.
-    """
-    width = max(map(len, _WAYS)) + 1
-    return Group(*(hanging(f"{name:<{width}}{_WAYS[name]}", width) for name in names))
+def explained(names: Iterable[str]) -> Table:
+    """Say what each way to prepare does, in a line for each."""
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    for name in names:
+        lines.add_row(name, _WAYS[name])
+    return lines

@@ -334,7 +334,7 @@ KINDS = {
     "doctor an adapter with its base": Kind(20, "adapter", _doctor_with_its_base),
     "merge an adapter": Kind(20, "adapter", _merge_adapter),
     "merge into a base": Kind(20, "model", _merge_base),
-    "kbitwrap inspect": Kind(4, "shards", _command("inspect", "{folder}", "--json")),
+    "kbitwrap doctor shards": Kind(4, "shards", _command("doctor", "{folder}", "--json")),
     "kbitwrap convert": Kind(4, "shards", _command("convert", "--from", "{folder}", "--out", "{dst}", "--overwrite")),
     "kbitwrap doctor": Kind(4, "run", _command("doctor", "{folder}")),
     "kbitwrap plan": Kind(3, "model", _command("plan", "{folder}", "--quant", "none"), ("config.json",)),

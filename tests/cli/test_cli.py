@@ -13,8 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from kbitwrap.cli import demo, main
-from kbitwrap.cli.console import InputError, quiet_libraries
-from kbitwrap.cli.devices import choose_device
+from kbitwrap.cli.console import InputError, checked_device, quiet_libraries
 
 
 def exit_status(*arguments: str) -> int:
@@ -48,9 +47,10 @@ def test_libraries_are_loud_again(error: type[Exception] | None) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 99, reason="needs a machine without that many devices")
 def test_a_device_that_is_not_there_is_named_with_what_to_give_instead() -> None:
-    assert choose_device("cpu") == torch.device("cpu")
-    with pytest.raises(InputError, match=r"--device: device 'cuda:99' is not available: .+ give cpu"):
-        choose_device("cuda:99")
+    assert checked_device("cpu") == "cpu"
+    for name in ("cuda:99", "cuda:x", "tpu", "meta"):
+        with pytest.raises(InputError, match=rf"--device: device '{name}' is not available: .+ give cpu"):
+            checked_device(name)
 
 
 def test_interruption_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ sys.exit(kbitwrap.cli.main(sys.argv[1:]))
 
 def test_importing_is_light_and_a_closed_pipe_prints_no_traceback() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", BARE, "--help"],
+        [sys.executable, "-c", BARE, "--version"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

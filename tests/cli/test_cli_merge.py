@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from kbitwrap import KbitPreparedModel
 from kbitwrap.checkpoints import base as checkpoints_base
-from kbitwrap.cli import main, usage
+from kbitwrap.cli import console, main
 from support import training, zoo
 
 MERGE = ("--quant", "nf4-double", "--dtype", "bfloat16", "--device", "cpu")
@@ -145,24 +143,28 @@ def test_what_the_library_warns_of_is_a_note_in_the_words_of_the_command_line(
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_a_destination_in_a_folder_of_others_is_refused_before_anything_is_read(
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (".", "exists and is not empty; choose another folder, or replace this one (--overwrite)"),
+        ("file", "expected a folder or nothing, found a file; nothing was written"),
+        ("file/new", "cannot be written: File exists"),
+    ],
+)
+def test_a_destination_that_cannot_be_made_is_refused_before_the_base_is_loaded(
+    name: str,
+    said: str,
+    base: Path,
+    recorded: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    is_root = os.geteuid() == 0
-    # Any user may enter it, which is not said of a folder in TMPDIR.
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o555)
-        if is_root:
-            os.setresuid(1234, 1234, 0)
-        try:
-            status, _, err = run(capsys, "merge", "base", "absent", "--out", f"{folder}/new/out")
-        finally:
-            if is_root:
-                os.setresuid(0, 0, 0)
-            os.chmod(folder, 0o755)
-        real = os.path.realpath(folder)
-    assert status == 2
-    assert err == f"kbitwrap: error: --out: cannot write '{folder}/new/out': {real!r} cannot be written to\n"
+    monkeypatch.setattr(checkpoints_base, "load_pretrained", lambda *_: 1 / 0)
+    (tmp_path / "file").touch()
+    status, out, err = run(capsys, "merge", base, recorded, "--out", tmp_path / name)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def test_a_merge_without_a_record_says_which_value_is_which_config(
     status, _, err = run(capsys, "merge", adapter, "--out", tmp_path / "out", "--device", "cpu")
     assert (status, err.count("\n")) == (2, 1)
     assert f"it is not known how the base {str(base)!r} was quantized in training" in err
-    assert err.endswith(f"or the quantization (--quant; 'none' for none). {usage.QUANT_BY_CONFIG}\n")
+    assert err.endswith(f"or the quantization (--quant; 'none' for none). {console.QUANT_BY_CONFIG}\n")
 
 
 def test_a_stamp_is_refused_where_nothing_says_how_the_base_was_quantized(
@@ -189,7 +191,7 @@ def test_a_stamp_is_refused_where_nothing_says_how_the_base_was_quantized(
         status, out, err = run(capsys, "stamp", adapter, "--device", "cpu")
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert f"it is not known how the base {str(base)!r} was quantized in training" in err
-        assert usage.QUANT_BY_CONFIG in err
+        assert console.QUANT_BY_CONFIG in err
         assert not (adapter / "kbitwrap.json").exists()
 
 

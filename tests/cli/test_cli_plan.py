@@ -1,8 +1,7 @@
-"""`kbitwrap plan`: PEFT's way beside each precision, bars that are as long as what they stand for, and plots."""
+"""`kbitwrap plan`: PEFT's way beside each precision, what fits, and plots."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from rich.cells import cell_len
 from transformers import TrainingArguments
 from transformers.quantizers import AutoHfQuantizer
 
-from kbitwrap import StepPredictor, StepTracker, build_plan, predict_step
-from kbitwrap.cli import main, plan, plot, step
-from kbitwrap.cli.console import as_text
-from kbitwrap.cli.tables import Bars, table
+from kbitwrap import Plan, StepPredictor, StepTracker, build_plan, predict_step
+from kbitwrap.cli import main, plot
+from kbitwrap.cli.limits import gib
 from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
 from support.memory import live_bytes
@@ -51,26 +49,23 @@ def rows_of(out: str) -> dict[str, list[str]]:
     return {line.split("  ")[0]: line.split() for line in out.splitlines() if line}
 
 
-def test_a_plan_is_told_with_totals_and_bars(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_told_with_totals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     model = str(zoo.checkpoint("llama"))
     result = run_json(capsys, model)
     assert main(["plan", model, "--memory-budget", "40KiB"]) == 1
     out = capsys.readouterr().out
     assert max(map(cell_len, out.splitlines())) <= 80
-    said = "0.039 MiB: preparing fits with compute, norms, adapted, none. It does not fit with full."
+    said = "0.039 MiB: fits with compute, norms, adapted, none. It does not fit with full."
     verdict, _, costs, *_ = out.split("\n\n")
     assert " ".join(verdict.split()) == said
     rows = rows_of(costs)
-    assert " ".join(rows["in MiB"]) == "in MiB added peak while preparing parameters then fits peak, budget 0.039"
+    assert " ".join(rows["in MiB"]) == "in MiB added peak while preparing parameters then fits"
     mib = {name: f"{size / 2**20:.3f}" for name, size in result["peft"].items()}
     loaded = result["loaded_bytes"]
     after = f"{(loaded + result['peft']['added_bytes']) / 2**20:.3f}"
     assert rows["peft"][1:5] == [mib["added_bytes"], mib["peak_bytes"], after, "no"]
     assert rows["norms"][1:5] == ["0", "0", f"{loaded / 2**20:.3f}", "yes"]
-    assert "│" in out.split("\npeft")[1].splitlines()[0]
     words = " ".join(out.split())
     assert "MiB of parameters in nf4 and bfloat16: nothing with norms, adapted and none; " in words
     assert f"{mib['added_bytes']} MiB with full and PEFT's prepare_model_for_kbit_training." in words
@@ -83,45 +78,16 @@ def test_where_nothing_is_added_that_is_said_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = zoo.load("llama", None, torch.float32)
-    plans = {name: build_plan(model, precision=name) for name in ("full", "norms")}
-    monkeypatch.setattr(plan, "_plans", lambda *_: plans)
+    monkeypatch.setattr(Plan, "for_pretrained", lambda *_, precision: build_plan(model, precision=precision))
     capsys.readouterr()
     assert main(["plan", str(zoo.checkpoint("llama"))]) == 0
     out = capsys.readouterr().out
-    assert "nothing with full, norms and PEFT's prepare_model_for_kbit_training.\n" in out
+    assert "nothing with full, compute, norms, adapted, none and PEFT's prepare_model_for_kbit_training.\n" in out
     assert not [line for line in out.splitlines() if line.startswith(("in MiB", "peft", "full", "norms"))]
     assert "added by" not in out
 
 
-def test_a_bar_is_as_long_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    rows = [["role", "bytes"], ["a", "100"], ["b", "50"], ["c", "1"], ["d", "0"]]
-    bars = Bars("bytes", [[50, 50], [25, 25], [1], [0]], mark=75)
-    drawn = bars.drawn(27)
-    assert drawn is not None
-    full, half, least, none = drawn[1:]
-    assert full == "█" * 14 + "░" * 6 + "│" + "░" * 6
-    assert half == "█" * 7 + "░" * 7 + " " * 6 + "│" + " " * 6
-    assert least == "█" + " " * 19 + "│" + " " * 6
-    assert none == " " * 20 + "│" + " " * 6
-    lines = as_text(table(rows, right=True, bars=bars)).splitlines()
-    assert lines[2:4] == [f"a       100  {full}", f"b        50  {half.rstrip()}"]
-
-
-def test_without_room_there_are_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    rows = [["role", "bytes"], ["embeddings", "100"]]
-    assert as_text(table(rows, bars=Bars("bytes", [[100]]))) == as_text(table(rows))
-
-
-def test_bars_are_of_characters_that_the_output_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    drawn = Bars("bytes", [[50, 50]], mark=50).drawn(20)
-    assert drawn is not None
-    assert set(drawn[1]) == {"#", "+", "|"}
-
-
-@pytest.mark.parametrize("suffix", few(plot.PLOT_SUFFIXES, plot.PLOT_SUFFIXES[:1]))
+@pytest.mark.parametrize("suffix", few(plot.SUFFIXES, plot.SUFFIXES[:1]))
 def test_a_plan_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"plan{suffix}"
     model = str(zoo.checkpoint("llama"))
@@ -150,18 +116,28 @@ def test_a_step_is_drawn(precisions: list[str], tmp_path: Path) -> None:
     assert [word for word in words if f">{word}<" not in file.read_text()] == []
 
 
-def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the searches find, which are tested elsewhere."""
+    largest = {"norms": 3, "none": 4, "peft": 2}
+    monkeypatch.setattr(StepPredictor, "longest_sequence", lambda *_: 64)
+    monkeypatch.setattr(StepPredictor, "largest_batch", lambda self, *_: largest[self.precision])
+
+
+@pytest.mark.usefixtures("searched")
+def test_what_fits_stands_beside_each_precision_and_what_comes_on_top_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(step, "_predict", lambda request, precision, *_: predict(request, precision))
     arguments = ["--step", "--seq", "8", "--budget", "8GiB", "--precision", "norms", "none"]
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     assert main(["plan", model, *arguments]) == 0
     out = capsys.readouterr().out
-    assert "longest sequence 64, largest batch" not in out.splitlines()[2]
-    said = "8 GiB: fits with norms, none; with none at most batch 4 of 8 tokens, or one sequence of 64. "
+    said = "8 GiB: fits with norms, none; with none at most batch 4 of 8 tokens, or one sequence of 64, the model's "
     assert " ".join(out.split()).startswith(said)
-    assert "For each: fits yes, longest sequence 64." in out
+    assert [line.split() for line in out.splitlines() if " yes " in line] == [
+        ["norms", "yes", "64", "3"],
+        ["none", "yes", "64", "4"],
+    ]
     out = " ".join(out.split())
     assert "largest batch at 8" in out
     assert "Add to each peak " in out
@@ -171,22 +147,21 @@ def test_what_is_the_same_for_every_precision_is_said_once_and_what_comes_on_top
     assert "and so do fragmentation and other programs on the device" in out
 
 
+@pytest.mark.usefixtures("searched")
 def test_of_equal_precisions_the_first_sentence_takes_the_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
-    one = step.Prediction(predict(request_of(model), "none").step, longest=64, largest=4)
-    monkeypatch.setattr(step, "_predict", lambda *_: one)
-    assert main(["plan", model, "--step", "--budget", "8GiB", "--precision", "peft", "none", "norms"]) == 0
+    monkeypatch.setattr(StepPredictor, "largest_batch", lambda *_: 4)
+    arguments = ["--step", "--seq", "8", "--budget", "8GiB", "--precision", "peft", "none", "norms"]
+    assert main(["plan", model, *arguments]) == 0
     assert capsys.readouterr().out.startswith(
         "8 GiB: fits with peft, none, norms; with norms at most batch 4 of 8 tokens"
     )
 
 
-def test_the_first_sentence_says_what_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(step, "_predict", lambda request, precision, *_: predict(request, precision))
+@pytest.mark.usefixtures("searched")
+def test_the_first_sentence_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     arguments = ["plan", model, "--step", "--seq", "8", "--precision", "none", "norms"]
     assert main([*arguments, "--budget", "1KiB"]) == 1
@@ -197,10 +172,12 @@ def test_the_first_sentence_says_what_does_not_fit(
     assert main([*arguments, "--budget", "1KiB", "--quant", "int8"]) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert words.startswith(f"{said} In 4 bits it takes less: --quant nf4. {model}: ")
-    loaded = predict(request_of(model), "none").step.loading_bytes
+    loaded = run_json(capsys, *arguments[1:])["steps"]["none"]["loading_bytes"]
     assert main([*arguments, "--budget", f"{loaded}B"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    said = f"0.001 GiB: does not fit. {takes}; batch 4 of 8 tokens, or one sequence of 64 would fit. "
+    said = (
+        f"0.001 GiB: does not fit. {takes}; batch 4 of 8 tokens, or one sequence of 64, the model's longest would fit. "
+    )
     assert out.startswith(f"{said}Beside the 0.001 GiB ")
     assert "Without --precision all precisions are tried." in out
 
@@ -212,10 +189,8 @@ def test_a_sequence_that_is_the_models_longest_says_so(capsys: pytest.CaptureFix
     assert ", or one sequence of 64, the model's longest." in " ".join(capsys.readouterr().out.split())
 
 
-def test_of_a_devices_memory_the_context_is_taken_off(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(step, "_predict", lambda request, precision, *_: predict(request, precision))
+@pytest.mark.usefixtures("searched")
+def test_of_a_devices_memory_the_context_is_taken_off(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     arguments = [model, "--step", "--seq", "8", "--precision", "norms", "--device-memory", "24GB"]
     found = run_json(capsys, *arguments)
@@ -224,7 +199,7 @@ def test_of_a_devices_memory_the_context_is_taken_off(
     out = " ".join(capsys.readouterr().out.split())
     said = (
         "22.352 GiB of device memory, 21.731 beside the CUDA context: fits, at most batch 3 of 8 tokens, "
-        "or one sequence of 64. Filled so, the device has no room for up to "
+        "or one sequence of 64, the model's longest. Filled so, the device has no room for up to "
     )
     assert out.startswith(said)
     unknown = found["steps"]["norms"]["unknown_bytes"][1]
@@ -246,7 +221,7 @@ def test_what_stands_beside_a_budget_is_that_of_the_longest_sequence_and_the_lar
     assert most > found["unknown_bytes"][1]
     assert main(["plan", model, *asked, "--budget", "128MiB"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert f"Beside the 0.125 GiB the device has to hold up to {step.gib(most)} GiB that no prediction knows" in out
+    assert f"Beside the 0.125 GiB the device has to hold up to {gib(most)} GiB that no prediction knows" in out
 
 
 def test_a_base_that_was_saved_quantized_is_planned_as_it_is(
@@ -278,10 +253,6 @@ def test_on_a_cpu_nothing_stands_beside_a_budget(capsys: pytest.CaptureFixture[s
     assert "no prediction knows" not in out
 
 
-def request_of(model: str) -> step.StepRequest:
-    return step.StepRequest(model, None, "bfloat16", 8, 1, 16, None, None, "cuda", None)
-
-
 @pytest.mark.thorough
 def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
@@ -306,15 +277,12 @@ def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[st
     ("options", "said"),
     [
         (["--accumulate", "2"], "--accumulate applies to the step of a trainer: add --trainer"),
-        (["--liger"], "--liger applies to the step of a trainer: add --trainer"),
-        (["--liger", "--trainer", "trainer"], "--liger: what Liger's kernels hold is not predicted: leave it out"),
         (
             ["--trainer", "trainer", "--optimizer", "adam"],
             "transformers' Trainer: adam is not a valid OptimizerNames",
         ),
         (["--trainer", "trainer", "--optimizer", "lomo"], "--optimizer: 'lomo' is not predicted: "),
-        (["--trainer", "sgd"], "--trainer: expected one of sft, dpo, grpo, reward, trainer, found 'sgd'"),
-        (["--precision", "unprepared", "--trainer", "trainer", "--liger"], "--liger: what Liger's kernels hold"),
+        (["--trainer", "sgd"], "Invalid value for '--trainer': 'sgd' is not one of 'sft', 'dpo', 'grpo', 'reward', "),
         (["--devices", "2"], "--engine and --devices are given together"),
         (["--budget", "1GiB", "--device-memory", "1GiB"], "expected at most one of --budget, --device-memory, found "),
     ],
@@ -336,15 +304,6 @@ def test_a_step_on_each_of_several_devices(capsys: pytest.CaptureFixture[str], t
     alone = run_json(capsys, model, *options)["steps"]["none"]
     shared = run_json(capsys, model, *options, "--engine", "ddp", "--devices", "2")["steps"]["none"]
     assert shared["backward_bytes"] > alone["backward_bytes"]
-
-
-def predict(request: step.StepRequest, precision: str) -> step.Prediction:
-    from transformers import BitsAndBytesConfig
-
-    nf4 = BitsAndBytesConfig(load_in_4bit=True)
-    one = predict_step(request.model, precision=precision, batch_size=1, seq_len=8, quantization_config=nf4)
-    largest = {"norms": 3, "none": 4}[precision]
-    return step.Prediction(one, longest=64, largest=largest)
 
 
 # ----------------------------------------------------------------------------------------------------

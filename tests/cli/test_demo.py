@@ -185,9 +185,9 @@ def test_the_same_bytes_of_another_dtype_or_shape_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seed", "-1"], "--seed: expected an integer from 0"),
-        (["--seed", str(2**63)], f"--seed: expected an integer from 0 to {2**63 - 1}, found {2**63}"),
-        (["--frobnicate"], "no option '--frobnicate'"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
+        (["--seed", str(2**63)], "Invalid value for '--seed'"),
+        (["--frobnicate"], "No such option: --frobnicate"),
     ],
 )
 def test_bad_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
