@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -98,6 +99,12 @@ def _count(
 
     value = weight.to(mean.dtype)  # in which it was trained
     changed = (value.float() - rate * ratio).to(value.dtype)
-    is_updated = mean != 0
-    is_lost = is_updated & (changed == value)
-    return int(is_lost.sum()), int(is_updated.sum())
+    lost, updates = count_lost(value, changed, mean).tolist()
+    return lost, updates
+
+
+def count_lost(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
+    """Count on their device the updates that left a value as it was, and all: those of elements with a gradient."""
+    is_updated = gradient != 0
+    is_lost = is_updated & (after == before)
+    return torch.stack([is_lost.sum(), is_updated.sum()])

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from . import convert, demo, doctor, merge, plan, run, stamp
-from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError, say
+from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 from .usage import UsageError, line, with_option_repeated
 from .ways import Way
 
@@ -38,6 +38,7 @@ _COMMANDS = (demo, plan, doctor, merge, stamp, convert, run)
 # Commands of earlier versions, and what takes their place.
 _GONE = {
     "bench": "its figures are measured in a checkout of the repository, by python docs/figures benchmarks",
+    "export": "'kbitwrap convert' does what it did",
     "inspect": "'kbitwrap doctor PATH' says what it said",
 }
 
@@ -138,9 +139,6 @@ def _answer(arguments: list[str]) -> int:
     first = arguments[0]
     if first in _GONE:
         raise InputError(f"there is no command {first!r} any more: {_GONE[first]}")
-    if first == convert.OLD_NAME:
-        say("'kbitwrap export' is called 'kbitwrap convert' now")
-        arguments = ["convert", *arguments[1:]]
     if first == "plan":
         arguments = with_option_repeated(arguments, "--precision", [*Way])
     command = build_command()

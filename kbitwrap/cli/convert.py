@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .. import (
-    ConfigError,
-    ExportError,
-    ExportReport,
-    ManifestError,
-    ManifestMismatchError,
-    UnsupportedModelError,
+from .. import ExportReport, KbitWrapError, ManifestMismatchError
+from .console import (
+    EXIT_DONE,
+    EXIT_NO,
+    Doing,
+    InputError,
+    first_line,
+    say,
+    show,
+    show_json,
 )
-from .console import EXIT_DONE, EXIT_NO, InputError, first_line, say, show, show_json
 from .hub import working
 from .usage import (
     HalfDtype,
@@ -28,7 +31,6 @@ from .usage import (
     path,
 )
 
-OLD_NAME = "export"
 SUMMARY = (
     "Rewrite a checkpoint that was saved while prepared, with its original dtypes."
 )
@@ -102,25 +104,21 @@ def command(
             progress=written,
         )
 
-    return write(convert, None, f"converting {source}", as_json=json_)
+    return write(convert, working(None, f"converting {source}"), as_json=json_)
 
 
 def write(
     call: Callable[[Callable[[int], None]], ExportReport],
-    model: str | None,
-    what: str,
+    working: AbstractContextManager[Doing],
     *,
     as_json: bool,
-    trust_remote_code: bool = False,
 ) -> int:
     """Write a checkpoint, and print what was written.
 
     Args:
         call: Writes it, and calls what it is given with each number of bytes written.
-        model: The model that it needs, or ``None``.
-        what: What is done, in a few words.
+        working: The work around it.
         as_json: Print it as JSON.
-        trust_remote_code: Whether the code that the model brings along is run.
 
     Returns:
         0 if it was written, 1 if what was read is not what the manifest records.
@@ -130,7 +128,7 @@ def write(
             written.
     """
     try:
-        with working(model, what, trust_remote_code) as doing:
+        with working as doing:
             report = call(doing.written)
     except ManifestMismatchError as error:
         say(first_line(error))
@@ -142,7 +140,7 @@ def write(
             }
             show_json(result)
         return EXIT_NO
-    except (ConfigError, ExportError, ManifestError, UnsupportedModelError) as error:
+    except KbitWrapError as error:
         raise InputError(first_line(error)) from error
     if as_json:
         show_json(report.to_dict())

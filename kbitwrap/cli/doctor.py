@@ -26,7 +26,7 @@ from .console import (
     show,
     show_json,
 )
-from .hub import asking_for_base, check_adapter, is_adapter, named_base, working
+from .hub import NAMED_BY_ADAPTER, check_adapter, is_adapter, named_base, working
 from .tables import table
 from .usage import (
     BaseInTraining,
@@ -115,7 +115,7 @@ def command(
         raise InputError(
             "--quant says how a base was quantized: give --adapter, or --base"
         )
-    is_named = False
+    hint = ""
     if adapter is not None:
         check_adapter(adapter)
         is_alone = is_adapter(path) and not (path / "config.json").is_file()
@@ -124,13 +124,12 @@ def command(
                 f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
             )
         if base is None:
-            base, is_named = named_base(adapter), True
+            base, hint = named_base(adapter), NAMED_BY_ADAPTER
             if base is None:
                 raise InputError(
                     f"the config of the adapter in {str(adapter)!r} names no base: give it (--base)"
                 )
-    examining = working(base, f"examining {path}", trust_remote_code)
-    with asking_for_base(is_named), examining as doing:
+    with working(base, f"examining {path}", trust_remote_code, hint) as doing:
         from .. import KbitWrapError, doctor  # not before: they load torch
         from ..checkpoints.inspection import inspect_checkpoint
         from ..checkpoints.reader import has_weights, saved_manifest
@@ -176,7 +175,7 @@ def command(
         if manifest is not None:
             parts.append(_describe_manifest(result["manifest"]))
         show(*parts)
-    if is_named:
+    if hint:
         say(f"note: the base is {base!r}, which the config of the adapter names")
     return EXIT_NO if report else EXIT_DONE
 

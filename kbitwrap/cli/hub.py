@@ -23,13 +23,13 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-class NoModelError(InputError):
-    """A model that is nowhere."""
+NAMED_BY_ADAPTER = "; the config of the adapter names it: give BASE"
+"""The hint to a base that is nowhere, and that nobody typed."""
 
 
 @contextlib.contextmanager
 def working(
-    model: str | None, what: str, trust_remote_code: bool = False
+    model: str | None, what: str, trust_remote_code: bool = False, hint: str = ""
 ) -> Iterator[Doing]:
     """See that a model is to be had, and work on it: with a line of progress, and libraries that are quiet.
 
@@ -40,6 +40,7 @@ def working(
         what: What is being done, in a few words.
         trust_remote_code: Whether the code that the model brings along is run: that is
             said.
+        hint: What is said of a model that is nowhere, too.
 
     Yields:
         The line of progress.
@@ -48,8 +49,11 @@ def working(
         InputError: The model is nowhere.
     """
     with contextlib.ExitStack() as stack:
-        if model is not None and not _is_here(model):
-            _expect_in_cache_or_hub(model, stack)
+        try:
+            if model is not None and not _is_here(model):
+                _expect_in_cache_or_hub(model, stack)
+        except InputError as error:
+            raise InputError(f"{error}{hint}") from error
         if model is not None and trust_remote_code:
             say(f"--trust-remote-code: code that {model!r} brings along is run")
         with Doing(what) as doing, quiet_libraries():
@@ -64,7 +68,7 @@ def _expect_in_cache_or_hub(name: str, stack: contextlib.ExitStack) -> None:
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        raise NoModelError(
+        raise InputError(
             f"there is no model at {name!r}, and the hub has no such names"
         ) from error
     was_offline = constants.HF_HUB_OFFLINE
@@ -74,7 +78,7 @@ def _expect_in_cache_or_hub(name: str, stack: contextlib.ExitStack) -> None:
         why = f"{constants.ENDPOINT} cannot be reached"
         if was_offline:
             why = f"{_OFFLINE} is set"
-        raise NoModelError(
+        raise InputError(
             f"there is no model {name!r}: no folder here, nothing in the cache of the hub, and {why}"
             f"{_neighbour(Path(name))}"
         )
@@ -105,7 +109,7 @@ def _is_here(name: str) -> bool:
         _check_model(path)
         return True
     if _NAME.fullmatch(name) is None or name.endswith(".json"):
-        raise NoModelError(f"there is no model at {name!r}{_neighbour(path)}")
+        raise InputError(f"there is no model at {name!r}{_neighbour(path)}")
     return False
 
 
@@ -122,11 +126,11 @@ def _check_model(path: Path) -> None:
     if is_adapter and (folder / _ADAPTER_CONFIG).is_file():
         base = named_base(folder)
         named = f", {base!r}" if base else ""
-        raise NoModelError(
+        raise InputError(
             f"{str(path)!r} is an adapter: give the model that it was trained on{named}"
         )
     if path.is_dir():
-        raise NoModelError(
+        raise InputError(
             f"there is no config.json in {str(path)!r}: expected the folder of a model"
         )
     if path.suffix != ".json":
@@ -191,29 +195,6 @@ def named_base(adapter: Path) -> str | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return name if isinstance(name, str) and name else None
-
-
-@contextlib.contextmanager
-def asking_for_base(is_named: bool) -> Iterator[None]:
-    """Ask for the base where the one that the config of an adapter names is nowhere.
-
-    Args:
-        is_named: Whether the base is named by a config, and was not typed.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        InputError: The base that the config names is nowhere.
-    """
-    try:
-        yield
-    except NoModelError as error:
-        if not is_named:
-            raise
-        raise InputError(
-            f"{error}; the config of the adapter names it: give BASE"
-        ) from error
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,16 @@ CUDA_CONTEXT_BYTES = (287_047_680, 666_632_192)
 """The least and the most that a CUDA context takes: with kernels loaded as they are used, and with all of them."""
 
 
+def gib(num_bytes: int) -> str:
+    """Write bytes in GiB, without zeros at the end."""
+    number = figure(num_bytes, GIB)
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+CUDA_CONTEXT = " to ".join(map(gib, CUDA_CONTEXT_BYTES))
+"""The same in words."""
+
+
 class Limit(NamedTuple):
     """The bytes that a step has to fit.
 
@@ -61,9 +71,3 @@ def verdict(limit: object, fits: Mapping[str, bool], details: str) -> str:
     if others:
         said += f" It does not fit with {', '.join(others)}."
     return said
-
-
-def gib(num_bytes: int) -> str:
-    """Write bytes in GiB, without zeros at the end."""
-    number = figure(num_bytes, GIB)
-    return number.rstrip("0").rstrip(".") if "." in number else number

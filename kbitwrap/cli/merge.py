@@ -21,7 +21,13 @@ from .console import (
     with_options,
 )
 from .convert import write
-from .hub import asking_for_base, check_adapter, named_base, quantization_in_training
+from .hub import (
+    NAMED_BY_ADAPTER,
+    check_adapter,
+    named_base,
+    quantization_in_training,
+    working,
+)
 from .usage import (
     Device,
     DtypeOfBase,
@@ -53,19 +59,14 @@ HELP = (
 
 def command(
     out: Out,
-    first: Annotated[
-        str | None,
+    paths: Annotated[
+        list[str],
         typer.Argument(
-            metavar="BASE",
-            help="A folder, or a name on the hub; what the config of ADAPTER names, if left out.",
+            metavar="[BASE] ADAPTER",
+            help="The folder of a saved adapter, and before it its base: a folder, or a name on the hub; if left out, "
+            "what the config of ADAPTER names.",
         ),
-    ] = None,
-    second: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="ADAPTER", parser=path, help="The folder of a saved adapter."
-        ),
-    ] = None,
+    ],
     as_: Annotated[
         Literal["half", "mixed", "quantized"],
         typer.Option(
@@ -118,19 +119,18 @@ def command(
         return EXIT_DONE
     if seed and as_ != "quantized":
         raise InputError("--seed is for --as quantized, which alone draws numbers")
-    if no_adapter and (first is None or second is not None):
-        raise InputError("--no-adapter takes BASE alone")
-    if first is None:
-        raise InputError("ADAPTER is missing: the folder of a saved adapter")
-    base: str | None = first
-    adapter = second
-    is_named = second is None and not no_adapter
-    if is_named:
-        adapter = Path(first)
+    if len(paths) > (1 if no_adapter else 2):
+        takes = (
+            "--no-adapter takes BASE alone" if no_adapter else "takes BASE and ADAPTER"
+        )
+        raise InputError(f"{takes}, found {' '.join(paths)}")
+    base: str | None = paths[0]
+    adapter = None if no_adapter else Path(paths[-1])
+    hint = ""
     if adapter is not None:
         check_adapter(adapter)
-    if is_named and adapter is not None:
-        base = named_base(adapter)
+        if len(paths) == 1:
+            base, hint = named_base(adapter), NAMED_BY_ADAPTER
     notes: list[str] = []
     unrecorded: list[str] = []
 
@@ -163,10 +163,8 @@ def command(
         return replace(report, notes=tuple(notes))
 
     what = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
-    with asking_for_base(is_named):
-        status = write(
-            merge, base, what, as_json=json_, trust_remote_code=trust_remote_code
-        )
+    doing = working(base, what, trust_remote_code, hint)
+    status = write(merge, doing, as_json=json_)
     if status != EXIT_DONE:
         return status
     if check:
@@ -186,22 +184,25 @@ def _unrecorded(
 ) -> list[str]:
     """Say what nothing records of the run whose adapter was merged."""
     from ..checkpoints.adapters import read_adapter
-    from ..checkpoints.base_quantization import UNKNOWN, find_quantization
+    from ..checkpoints.base import named_base as base_of
+    from ..checkpoints.base_quantization import GIVEN, find_quantization
     from ..checkpoints.reader import load_manifest, saved_manifest
 
+    notes = []
     record = saved_manifest(adapter) if manifest is None else load_manifest(manifest)
-    if record is not None:
-        if not record.unknown:
-            return []
+    if record is not None and record.unknown:
         unknown = "; ".join(record.unknown)
-        return [f"the manifest was made after the run, and does not know {unknown}"]
-    if quant is None or base is None:
-        return []
+        notes.append(
+            f"the manifest was made after the run, and does not know {unknown}"
+        )
     saved = read_adapter(adapter)
-    told = find_quantization(base, None, None, saved, trust_remote_code)
-    if told.source != UNKNOWN:
-        return []
-    return [
-        f"nothing here records how BASE was quantized in training, so --quant {quant} was taken at its word; another "
-        f"quantization in training has other weights. {QUANT_BY_CONFIG}"
-    ]
+    given = quantization_in_training(quant, None)
+    told = find_quantization(
+        base or base_of(saved, record), given, record, saved, trust_remote_code
+    )
+    if told.source == GIVEN:
+        notes.append(
+            f"nothing here records how BASE was quantized in training, so --quant {quant} was taken at its word; "
+            f"another quantization in training has other weights. {QUANT_BY_CONFIG}"
+        )
+    return notes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
@@ -15,7 +16,6 @@ from .console import (
     EXIT_NO,
     InputError,
     Result,
-    expect_installed,
     show,
     show_json,
     warned,
@@ -64,6 +64,7 @@ PEFT = "peft"
 _OF_STEPS = (PEFT, "unprepared")
 _PEFTS = "PEFT's prepare_model_for_kbit_training"
 _WITH_STEP = "Options with --step"
+_of_step = functools.partial(typer.Option, rich_help_panel=_WITH_STEP)
 
 
 def command(
@@ -107,87 +108,77 @@ def command(
     device_memory: Annotated[int | None, device_memory_option(_WITH_STEP)] = None,
     seq: Annotated[
         int | None,
-        typer.Option(
+        _of_step(
             metavar="N",
             min=1,
             help="Tokens in a sequence. If left out: the default of --trainer; without it 2048, or the model's own "
             "longest if that is less.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
+        _of_step(
             metavar="N",
             min=1,
             help="Sequences in a batch. If left out: the default of --trainer, or 1 without it.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     trainer: Annotated[
         TrainerName | None,
-        typer.Option(
+        _of_step(
             metavar="KIND",
             help="The step of TRL's trainer of this kind (sft, dpo, grpo, reward) or of transformers' own (trainer), "
             "with its defaults for batch, length, loss, optimizer, autocast and checkpointing.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     accumulate: Annotated[
         int | None,
-        typer.Option(
+        _of_step(
             metavar="N",
             min=1,
             help="Batches whose gradients are accumulated in a step, with --trainer.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(
+        _of_step(
             metavar="N",
             min=1,
             help="LoRA's rank; 16, if left out.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(
+        _of_step(
             metavar="NAME",
             help="A name of TrainingArguments.optim; adamw_torch, if left out.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     autocast: Annotated[
         HalfDtype | None,
-        typer.Option(
+        _of_step(
             metavar="DTYPE",
             help="The dtype of autocast in the forward pass, bfloat16 or float16.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     kernels: Annotated[
         Literal["cuda", "cpu"] | None,
-        typer.Option(
+        _of_step(
             help="The device of the step; cuda, if left out.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     engine: Annotated[
         Literal["ddp", "fsdp2"] | None,
-        typer.Option(
+        _of_step(
             help="The step on one of several devices, with --devices.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(
+        _of_step(
             metavar="N",
             min=2,
             help="The number of devices, with --engine.",
-            rich_help_panel=_WITH_STEP,
         ),
     ] = None,
     memory_budget: Annotated[
@@ -220,28 +211,25 @@ def command(
     Raises:
         InputError: The model cannot be planned for.
     """
-    of_steps = given(
-        seq=seq,
-        batch=batch,
-        trainer=trainer,
-        accumulate=accumulate,
-        engine=engine,
-        devices=devices,
-        budget=budget,
-        device_memory=device_memory,
-        rank=rank,
-        optimizer=optimizer,
-        autocast=autocast,
-        kernels=kernels,
-    )
-    of_steps += [f"--precision {way}" for way in _OF_STEPS if way in (precision or ())]
-    if of_steps and not step:
+    of_steps: dict[str, Any] = {
+        "rank": rank,
+        "seq": seq,
+        "batch": batch,
+        "trainer": trainer,
+        "accumulate": accumulate,
+        "optimizer": optimizer,
+        "autocast": autocast,
+        "kernels": kernels,
+        "engine": engine,
+        "devices": devices,
+    }
+    found = given(budget=budget, device_memory=device_memory, **of_steps)
+    found += [f"--precision {way}" for way in _OF_STEPS if way in (precision or ())]
+    if found and not step:
         hint = ""
-        if "--budget" in of_steps:
+        if budget is not None:
             hint = ", or give --memory-budget for what preparing alone adds"
-        raise InputError(
-            f"{of_steps[0]} applies to training steps only: add --step{hint}"
-        )
+        raise InputError(f"{found[0]} applies to training steps only: add --step{hint}")
     if step and memory_budget is not None:
         raise InputError(
             "--memory-budget is for what preparing adds; the budget of a whole step is --budget"
@@ -253,39 +241,20 @@ def command(
         raise InputError("--engine and --devices are given together")
     if plot is not None:
         check_plot(plot, overwrite=overwrite)
-    expect_installed("planning", "transformers")
-    if quant != QuantKind.NONE:
-        expect_installed("planning", "bitsandbytes")
 
     asked = precision or [way for way in Way if way is not Way.UNPREPARED]
     ways = [way.value for way in asked]
     if step:
         from .step import plan_steps
 
-        found = plan_steps(
-            model,
-            ways,
-            limit_of(budget, device_memory),
-            quant=quant,
-            dtype=dtype,
-            seq_len=seq,
-            batch_size=batch,
-            rank=rank or 16,
-            trainer=trainer,
-            accumulate=accumulate,
-            optimizer=optimizer,
-            autocast=autocast,
-            kernels=kernels or "cuda",
-            engine=engine,
-            num_devices=devices or 1,
-            plot=plot,
-            trust_remote_code=trust_remote_code,
+        limit = limit_of(budget, device_memory)
+        result, parts, fits = plan_steps(
+            model, ways, limit, quant, dtype, plot, trust_remote_code, **of_steps
         )
     else:
-        found = _plan_preparation(
+        result, parts, fits = _plan_preparation(
             model, ways, memory_budget, quant, dtype, plot, trust_remote_code
         )
-    result, parts, fits = found
     if json_:
         show_json(result)
     else:
@@ -325,20 +294,14 @@ def _plan_preparation(
 
     full = plans[Precision.FULL.value]
     loaded = sum(row["bytes"] for row in full.by_role.values())
-    # PEFT's function casts in the model's order, in which everything is frozen.
-    (order,) = [edit.fqns for edit in full.edits if edit.action == "freeze"]
-    casts = [edit for edit in full.edits if edit.action == "store"]
-    casts.sort(key=lambda cast: min(map(order.index, cast.fqns)))
-    added = peak = 0
-    for cast in casts:
-        peak = max(peak, added + cast.transient_bytes)
-        added += cast.added_bytes
-    sizes = {PEFT: (added, peak)}
-    ours = {name: plans[name] for name in plans if name in asked}
+    ours = {name: plan for name, plan in plans.items() if name in asked}
+    sizes = {PEFT: _added_by_peft(full)}
     for name, plan in ours.items():
         sizes[name] = plan.added_bytes, plan.peak_bytes
-    fits = {name: budget is None or plans[name].peak_bytes <= budget for name in plans}
-    fitting = [name for name in (plans if budget is not None else ours) if fits[name]]
+    fitting = list(ours)
+    if budget is not None:
+        fitting = [name for name in plans if plans[name].peak_bytes <= budget]
+    added, peak = sizes[PEFT]
     result = {
         "model": model,
         "dtype": dtype,
@@ -350,40 +313,24 @@ def _plan_preparation(
             "peak_bytes": peak,
             "cache_bytes": full.cache_bytes,
         },
-        "fits": {name: fits[name] for name in ours},
+        "fits": {name: name in fitting for name in ours},
         "fitting": fitting,
         "plans": {name: _figures(plan) for name, plan in ours.items()},
     }
 
-    parts: list[RenderableType] = []
-    if budget is not None:
-        told = {name: fits[name] for name in plans if fits[name] or name in ours}
-        parts.append(verdict(f"{_mib(budget)} MiB", told, "."))
     dtypes = dtype
     if full.quantization:
         dtypes = f"{full.quantization if config is None else kind} and {dtype}"
-    by_size: dict[int, list[str]] = {}
-    for name in [*ours, PEFT]:
-        by_size.setdefault(sizes[name][0], []).append(_PEFTS if name == PEFT else name)
-    adding = []
-    for size, names in sorted(by_size.items()):
-        much = f"{_mib(size)} MiB" if size else "nothing"
-        *others, last = names
-        listed = f"{', '.join(others)} and {last}" if others else last
-        adding.append(f"{much} with {listed}")
-    parts.append(
-        f"Preparing {model} adds to {_mib(loaded)} MiB of parameters in {dtypes}: {'; '.join(adding)}."
-    )
+    parts: list[RenderableType] = [
+        f"Preparing {model} adds to {_mib(loaded)} MiB of parameters in {dtypes}: {_added(sizes)}."
+    ]
+    if budget is not None:
+        fits = {name: name in fitting for name in plans if name in (*fitting, *ours)}
+        parts.insert(0, verdict(f"{_mib(budget)} MiB", fits, "."))
     if added or peak or full.cache_bytes:  # else none adds anything
-        rows = [["in MiB", "added", "peak while preparing", "parameters then"]]
-        for name, (size, most) in sizes.items():
-            rows.append([name, _mib(size), _mib(most), _mib(loaded + size)])
-        if budget is not None:
-            rows[0].append("fits")
-            for row, (_, most) in zip(rows[1:], sizes.values(), strict=True):
-                row.append("yes" if most <= budget else "no")
+        rows = _by_way(sizes, loaded, budget)
         parts += [table(rows, right=True), explained(sizes)]
-    parts.append(table(_by_role(full, ours), right=True))
+    parts.append(table(_by_role(full), right=True))
     samples = max(plan.sample_bytes for plan in ours.values())
     if samples:
         parts.append(
@@ -414,7 +361,19 @@ def _plan_preparation(
             marks={name: loaded + most for name, (_, most) in sizes.items()},
             budget=None if budget is None else loaded + budget,
         )
-    return result, parts, {*ours} <= {*fitting}
+    return result, parts, ours.keys() <= {*fitting}
+
+
+def _added_by_peft(full: Plan) -> tuple[int, int]:
+    """Count the bytes that PEFT's function adds, and its peak: it casts in the model's order, as "full" does not."""
+    (order,) = [edit.fqns for edit in full.edits if edit.action == "freeze"]
+    casts = [edit for edit in full.edits if edit.action == "store"]
+    casts.sort(key=lambda cast: min(map(order.index, cast.fqns)))
+    added = peak = 0
+    for cast in casts:
+        peak = max(peak, added + cast.transient_bytes)
+        added += cast.added_bytes
+    return added, peak
 
 
 def _figures(plan: Plan) -> Result:
@@ -422,22 +381,47 @@ def _figures(plan: Plan) -> Result:
     return {key: value for key, value in plan.to_dict().items() if key not in left_out}
 
 
-def _by_role(full: Plan, plans: Mapping[str, Plan]) -> Rows:
-    """Make the rows of the roles: tensors, loaded bytes, and those that are added; what adds the same is one column."""
-    columns: dict[tuple[int, ...], list[str]] = {}
-    for name, plan in {PEFT: full, **plans}.items():
-        added = tuple(row["added_bytes"] for row in plan.by_role.values())
-        if any(added):
-            columns.setdefault(added, []).append(name)
-    headers = [f"added by {', '.join(names)}" for names in columns.values()]
-    rows = [["parameters, in MiB", "tensors", "loaded", *headers]]
-    for place, (role, row) in enumerate(full.by_role.items()):
-        added_here = [_mib(added[place]) for added in columns]
-        rows.append([role, str(row["count"]), _mib(row["bytes"]), *added_here])
-    count = sum(row["count"] for row in full.by_role.values())
-    loaded = sum(row["bytes"] for row in full.by_role.values())
-    sums = [_mib(sum(added)) for added in columns]
-    rows.append(["total", str(count), _mib(loaded), *sums])
+_Sizes = Mapping[str, tuple[int, int]]  # added, and at the peak, by way
+
+
+def _added(sizes: _Sizes) -> str:
+    """Say what each way to prepare adds, those together that add the same."""
+    names: dict[int, list[str]] = {}
+    for name, (added, _) in sizes.items():
+        if name != PEFT:
+            names.setdefault(added, []).append(name)
+    names.setdefault(sizes[PEFT][0], []).append(_PEFTS)
+    said = []
+    for added, (*others, last) in sorted(names.items()):
+        much = f"{_mib(added)} MiB" if added else "nothing"
+        listed = f"{', '.join(others)} and {last}" if others else last
+        said.append(f"{much} with {listed}")
+    return "; ".join(said)
+
+
+def _by_way(sizes: _Sizes, loaded: int, budget: int | None) -> Rows:
+    """Make the rows of the ways to prepare: what each adds."""
+    rows = [["in MiB", "added", "peak while preparing", "parameters then"]]
+    if budget is not None:
+        rows[0].append("fits")
+    for name, (added, peak) in sizes.items():
+        row = [name, _mib(added), _mib(peak), _mib(loaded + added)]
+        if budget is not None:
+            row.append("yes" if peak <= budget else "no")
+        rows.append(row)
+    return rows
+
+
+def _by_role(full: Plan) -> Rows:
+    """Make the rows of the roles: tensors, loaded bytes, and those that PEFT's function adds."""
+    rows = [["parameters, in MiB", "tensors", "loaded"]]
+    if full.added_bytes:
+        rows[0].append(f"added by {PEFT}")
+    for role, row in full.by_role.items():
+        cells = [role, str(row["count"]), _mib(row["bytes"])]
+        if full.added_bytes:
+            cells.append(_mib(row["added_bytes"]))
+        rows.append(cells)
     return rows
 
 

@@ -226,17 +226,20 @@ def _patched_when_imported(precision: str, not_called: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def patch(_: types.ModuleType) -> None:
-            from .. import KbitPreparedModel, patched
+            from .. import patched
+            from ..prepared import PeftPreparedModel
 
-            prepare = KbitPreparedModel.as_peft
+            prepare = PeftPreparedModel.apply_on_top
 
-            def noting(*args: Any) -> KbitPreparedModel:
+            def noting(*args: Any) -> Any:
                 nonlocal was_called
                 was_called = True
                 return prepare(*args)
 
             stack.enter_context(patched(precision))
-            stack.enter_context(mock.patch.object(KbitPreparedModel, "as_peft", noting))
+            stack.enter_context(
+                mock.patch.object(PeftPreparedModel, "apply_on_top", noting)
+            )
 
         stack.enter_context(when_imported({"peft": patch}))
         try:

@@ -18,7 +18,7 @@ from .console import (
     warnings_for,
 )
 from .hub import (
-    asking_for_base,
+    NAMED_BY_ADAPTER,
     check_adapter,
     named_base,
     quantization_in_training,
@@ -65,10 +65,9 @@ def command(
         InputError: There is no usable base or adapter, or there is a manifest already.
     """
     check_adapter(adapter)
-    is_named = base is None
+    hint = NAMED_BY_ADAPTER if base is None else ""
     base = base or named_base(adapter)
-    doing = working(base, f"stamping {adapter}", trust_remote_code)
-    with asking_for_base(is_named), doing:
+    with working(base, f"stamping {adapter}", trust_remote_code, hint):
         from .. import KbitWrapError, stamp_adapter  # not before: they load torch
         from ..checkpoints.adapters import read_adapter
         from ..checkpoints.base_quantization import UNKNOWN, find_quantization

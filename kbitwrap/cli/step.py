@@ -12,7 +12,7 @@ from .. import Precision, StepPredictor
 from ..model.pretrained import read_config
 from .console import Result, warned
 from .hub import choose_quantization, refusing, working
-from .limits import CUDA_CONTEXT_BYTES, GIB, Limit, gib, verdict
+from .limits import CUDA_CONTEXT, GIB, Limit, gib, verdict
 from .plot import draw_steps
 from .tables import Rows, figure, table
 from .trainers import arguments, called
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _DEFAULT_SEQ_LEN = 2048
 _LARGER_QUANTS = ("int8", "none")
 _ON_TOP = (
-    "Tensors alone are counted. The CUDA context comes on top, {least} to {most} GiB, measured with kernels loaded as "
+    f"Tensors alone are counted. The CUDA context comes on top, {CUDA_CONTEXT} GiB, measured with kernels loaded as "
     "they are used and with all of them (pytorch#86509), and so do fragmentation and other programs on the device."
 )
 _TAKEN_OFF = (
-    "The CUDA context takes {least} to {most} GiB, measured with kernels loaded as they are used and with all of "
+    f"The CUDA context takes {CUDA_CONTEXT} GiB, measured with kernels loaded as they are used and with all of "
     "them (pytorch#86509): the most is taken off. Fragmentation and other programs on the device come on top."
 )
 _PHASES = {
@@ -71,21 +71,21 @@ def plan_steps(
     model: str,
     ways: Sequence[str],
     limit: Limit | None,
-    *,
     quant: str | None,
     dtype: str,
-    seq_len: int | None,
-    batch_size: int | None,
-    rank: int,
+    plot: Path | None,
+    trust_remote_code: bool,
+    *,
+    rank: int | None,
+    seq: int | None,
+    batch: int | None,
     trainer: str | None,
     accumulate: int | None,
     optimizer: str | None,
     autocast: str | None,
-    kernels: str,
+    kernels: str | None,
     engine: str | None,
-    num_devices: int,
-    plot: Path | None,
-    trust_remote_code: bool,
+    devices: int | None,
 ) -> tuple[Result, list[RenderableType], bool]:
     """Predict the steps asked for, and draw them.
 
@@ -97,6 +97,8 @@ def plan_steps(
     Raises:
         InputError: The model's step cannot be predicted.
     """
+    rank = rank or 16
+    kernels = kernels or "cuda"
     found: dict[str, Prediction] = {}
     refused = refusing(f"the step of {model!r} cannot be predicted")
     with working(model, f"building {model}", trust_remote_code) as doing, refused:
@@ -111,12 +113,12 @@ def plan_steps(
             "dtype": dtype,
             "kernels": kernels,
             "engine": engine,
-            "num_devices": num_devices,
+            "num_devices": devices or 1,
         }
         if trainer is None:
             settings["optimizer"] = optimizer or "adamw_torch"
             settings["autocast"] = autocast
-            batch_size = batch_size or 1
+            batch = batch or 1
         else:
             settings["args"] = arguments(
                 trainer, optimizer=optimizer, autocast=autocast, accumulate=accumulate
@@ -124,14 +126,14 @@ def plan_steps(
         for number, way in enumerate(ways, 1):
             doing.now(f"predicting {way} ({number} of {len(ways)})")
             predict = StepPredictor(source, precision=way, **settings)
-            tokens = seq_len
+            tokens = seq
             if tokens is None and trainer in (None, "trainer"):
                 tokens = min(_DEFAULT_SEQ_LEN, predict.max_seq_len or _DEFAULT_SEQ_LEN)
-            found[way] = _predict(predict, batch_size, tokens, limit)
+            found[way] = _predict(predict, batch, tokens, limit)
 
     steps = {way: one.step for way, one in found.items()}
     step = next(iter(steps.values()))
-    batch = f"{step.batch_size} x {step.seq_len:,} tokens"
+    size = f"{step.batch_size} x {step.seq_len:,} tokens"
     budget = None if limit is None else limit.budget
     as_dicts = {}
     for way, one in found.items():
@@ -150,30 +152,14 @@ def plan_steps(
 
     whose = "a step" if trainer is None else f"a step of {called(trainer)}"
     if engine is not None:
-        whose += f" on each of {num_devices} devices ({engine})"
+        whose += f" on each of {devices} devices ({engine})"
     within = "" if budget is None else f", budget {figure(budget, GIB)}"
-    parts: list[RenderableType] = []
+    title = f"{model}: {whose}, {size} on {kernels}, {kind}, LoRA of rank {rank}{within}. In GiB:"
+    parts: list[RenderableType] = [title, *_tables(found, limit)]
     if limit is not None:
-        parts.append(_answer(found, limit, batch, kind))
-    parts += [
-        f"{model}: {whose}, {batch} on {kernels}, {kind}, LoRA of rank {rank}{within}. In GiB:",
-        table(_by_phase(steps), right=True),
-    ]
-    if limit is not None:
-        parts.append(table(_by_size(found), right=True))
-    parts += [explained(steps), table(_by_kind(steps), right=True)]
-    if step.loading_bytes is not None:
-        parts.append(
-            f"Loading the model, before the step: {figure(step.loading_bytes, GIB)} GiB."
-        )
-    if any(step.unknown for step in steps.values()):
-        parts += _beside_peaks(list(steps.values()), limit)
-    notes = dict.fromkeys(note for step in steps.values() for note in step.notes)
-    parts += [f"note: {note}" for note in notes]
-    parts += warned({way: step.warnings for way, step in steps.items()})
-
+        parts.insert(0, _answer(found, limit, size, kind))
     if plot is not None:
-        title = f"{Path(model).name}: a step of {batch}, at its peak"
+        title = f"{Path(model).name}: a step of {size}, at its peak"
         draw_steps(steps, plot, title, budget)
     return result, parts, all(one.fits for one in found.values())
 
@@ -273,10 +259,9 @@ def _beside_limit(one: Prediction, limit: Limit) -> str:
     amount = f"up to {gib(most)} GiB" if is_bounded else f"{gib(most)} GiB or more"
     unknown = f"{amount} that no prediction knows"
     if limit.device_memory is None:
-        low, high = map(gib, CUDA_CONTEXT_BYTES)
         return (
             f" Beside the {limit} the device has to hold {unknown}, "
-            f"and {low} to {high} GiB of CUDA context."
+            f"and {CUDA_CONTEXT} GiB of CUDA context."
         )
     said = f" Filled so, the device has no room for {unknown}"
     rest = (limit.budget - most) // 2**20
@@ -286,6 +271,24 @@ def _beside_limit(one: Prediction, limit: Limit) -> str:
 # ----------------------------------------------------------------------------------------------------
 # The tables.
 # ----------------------------------------------------------------------------------------------------
+
+
+def _tables(found: Predictions, limit: Limit | None) -> list[RenderableType]:
+    """Lay the predictions out, and say what is beside their figures."""
+    steps = {way: one.step for way, one in found.items()}
+    parts: list[RenderableType] = [table(_by_phase(steps), right=True)]
+    if limit is not None:
+        parts.append(table(_by_size(found), right=True))
+    parts += [explained(steps), table(_by_kind(steps), right=True)]
+    loading = next(iter(steps.values())).loading_bytes
+    if loading is not None:
+        parts.append(f"Loading the model, before the step: {figure(loading, GIB)} GiB.")
+    if any(step.unknown for step in steps.values()):
+        parts += _beside_peaks(list(steps.values()), limit)
+    notes = dict.fromkeys(note for step in steps.values() for note in step.notes)
+    parts += [f"note: {note}" for note in notes]
+    parts += warned({way: step.warnings for way, step in steps.items()})
+    return parts
 
 
 def _by_phase(steps: Mapping[str, StepMemory]) -> Rows:
@@ -329,10 +332,8 @@ def _beside_peaks(steps: Sequence[StepMemory], limit: Limit | None) -> list[str]
     most = max(step.unknown_bytes[1] for step in steps)
     sign = "-" if least < 0 else ""
     is_taken_off = limit is not None and limit.device_memory is not None
-    on_top = _TAKEN_OFF if is_taken_off else _ON_TOP
-    low, high = map(gib, CUDA_CONTEXT_BYTES)
     return [
         f"Add to each peak {sign}{figure(abs(least), GIB)} to {figure(most, GIB)} GiB, "
         f"which no prediction knows ({'; '.join(parts)}).",
-        on_top.format(least=low, most=high),
+        _TAKEN_OFF if is_taken_off else _ON_TOP,
     ]

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, cast
+from unittest import mock
 
 from peft import get_peft_model_state_dict
 from torch import nn
@@ -517,8 +518,6 @@ def _adopting_before_the_optimizer(
     trainer: Trainer, prepared: KbitPreparedModel
 ) -> Iterator[None]:
     """Adopt the trainer's model whenever it makes an optimizer: PEFT loads adapters in float32 to resume."""
-    methods = vars(trainer)
-    own = methods.get("create_optimizer")
     create: Any = trainer.create_optimizer
 
     def create_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -526,13 +525,8 @@ def _adopting_before_the_optimizer(
             prepared.adopt(cast("nn.Module", trainer.model))
         return create(*args, **kwargs)
 
-    methods["create_optimizer"] = create_optimizer
-    try:
+    with mock.patch.object(trainer, "create_optimizer", create_optimizer):
         yield
-    finally:
-        del methods["create_optimizer"]
-        if own is not None:
-            methods["create_optimizer"] = own
 
 
 def _refuse_sharded_integers(model: nn.Module) -> None:

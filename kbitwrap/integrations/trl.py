@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -52,7 +54,6 @@ def sync_merged_weights() -> Callable[[], None]:
     """
     from trl.generation.vllm_generation import VLLMGeneration
 
-    replaced: dict[str, Any] = {}  # TRL's own methods, by name
     original: Any = VLLMGeneration._init_vllm
 
     def init_vllm(self: Any) -> None:
@@ -64,18 +65,11 @@ def sync_merged_weights() -> Callable[[], None]:
         init(self)
 
     ours = {"_iter_named_params": _merged_weights, "_init_vllm": init_vllm}
+    changes = contextlib.ExitStack()
     for name, method in ours.items():
-        current = getattr(VLLMGeneration, name)
-        if current.__module__ != __name__:
-            replaced[name] = current
-            setattr(VLLMGeneration, name, method)
-
-    def undo() -> None:
-        for name, method in replaced.items():
-            setattr(VLLMGeneration, name, method)
-        replaced.clear()  # a second call changes nothing
-
-    return undo
+        if getattr(VLLMGeneration, name).__module__ != __name__:
+            changes.enter_context(mock.patch.object(VLLMGeneration, name, method))
+    return changes.close  # a second call of which changes nothing
 
 
 def _merged_weights(self: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -310,14 +310,6 @@ def test_bad_usage(options: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert (status, out, err.count("\n")) == (2, "", 1)
 
 
-def test_its_old_name_still_works_and_says_so(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ("--from", saved / "prepared", "--out", tmp_path / "out", "--dtype", "bfloat16")
-    status, _, err = run(capsys, "export", *options)
-    assert status == 0
-    assert err == "kbitwrap: 'kbitwrap export' is called 'kbitwrap convert' now\n"
-    assert tensors_of(tmp_path / "out")
-
-
 # ----------------------------------------------------------------------------------------------------
 # merge
 # ----------------------------------------------------------------------------------------------------
@@ -384,8 +376,9 @@ def test_a_checked_base_alone_is_not_called_a_merge(capsys: pytest.CaptureFixtur
         (["base", "adapter", "--as", "int4"], "--as"),
         (["base", "adapter", "--seed", "3"], "--seed is for --as quantized"),
         (["base", "adapter", "--as", "quantized", "--seed", "-1"], "Invalid value for '--seed'"),
-        (["base", "adapter", "--no-adapter"], "--no-adapter takes BASE alone"),
-        (["--no-adapter"], "--no-adapter takes BASE alone"),
+        (["base", "adapter", "--no-adapter"], "--no-adapter takes BASE alone, found base adapter"),
+        (["base", "adapter", "more"], "takes BASE and ADAPTER, found base adapter more"),
+        (["--no-adapter"], "Missing argument"),
     ],
 )
 def test_options_of_forms_that_do_not_fit_are_one_line(

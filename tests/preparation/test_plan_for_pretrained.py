@@ -419,25 +419,25 @@ def test_the_budget_decides(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["fitting"] == ["compute", "norms", "adapted", "none"]
     assert run_json(capsys, "--precision", "norms", "none", "--memory-budget", "0")[0] == 0
     assert exit_status(str(zoo.checkpoint("llama")), "--memory-budget", "1KiB") == 1
-    said = "0.001 MiB: preparing fits with compute, norms, adapted, none. It does not fit with full."
+    said = "0.001 MiB: fits with compute, norms, adapted, none. It does not fit with full."
     assert capsys.readouterr().out.splitlines()[0] == said
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "kbitwrap plan: error: MODEL is missing"),
-        (["MODEL", "--quant", "int3"], "--quant: expected one of nf4, nf4-double, fp4, fp4-double, int8, none, found"),
-        (["MODEL", "--dtype", "float32"], "--dtype: expected one of bfloat16, float16, found 'float32'"),
+        ([], "kbitwrap plan: error: Missing argument 'MODEL'"),
+        (["MODEL", "--quant", "int3"], "'--quant': 'int3' is not one of 'nf4', 'nf4-double', 'fp4', 'fp4-double', "),
+        (["MODEL", "--dtype", "float32"], "'--dtype': 'float32' is not one of 'bfloat16', 'float16'"),
         (
             ["MODEL", "--precision", "half"],
-            "--precision: expected one of full, compute, norms, adapted, none, peft, unprepared, found 'half'",
+            "'--precision': 'half' is not one of 'full', 'compute', 'norms', 'adapted', 'none', 'peft', 'unprepared'",
         ),
-        (["MODEL", "--precision"], "--precision: expected PRECISION..., found nothing"),
-        (["MODEL", "--memory-budget", "much"], "--memory-budget: expected a number of bytes"),
+        (["MODEL", "--precision"], "Option '--precision' requires an argument"),
+        (["MODEL", "--memory-budget", "much"], "'--memory-budget': expected a number of bytes"),
         (["MODEL", "--memory-budget", "50%"], "found '50%'"),
         (["MODEL", "--memory-budget", "-5MiB"], "found '-5MiB'"),
-        (["MODEL", "--memory-budget=-1"], "--memory-budget: expected a number of bytes"),
+        (["MODEL", "--memory-budget=-1"], "'--memory-budget': expected a number of bytes"),
         (["/no/such/model"], "there is no model at '/no/such/model'"),
         (["no such model!"], "there is no model at 'no such model!'"),
     ],
