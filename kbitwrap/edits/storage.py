@@ -227,7 +227,8 @@ class ParameterStorage(OriginalSlot):
             return
 
         if undoing.now is not None:
-            found: Found = undoing.now[0]
+            # The way back does not hold what is put back.
+            found: Found = undoing.now.pop("found")
         else:
             is_discarded = undoing.policy == "discard"
             found = self.find(parameter.data, discards=is_discarded)
@@ -268,14 +269,15 @@ class ParameterStorage(OriginalSlot):
             found = found._replace(value=self._lay_out(self.kept))
 
         is_made = current.dtype == torch.float32 and found.is_exact
-        return found, None if is_made else current, kept_bits
+        saved = None if is_made else current
+        return {"found": found, "saved": saved, "kept_bits": kept_bits}
 
     def resume(self, tree: ModelTree, value: Any) -> None:
         """Store what was stored before, but for what others wrote."""
         if value is None:
             return
 
-        _, saved, kept_bits = value
+        saved, kept_bits = value["saved"], value["kept_bits"]
         parameter = self.record.live()
         if parameter is not None and saved is None:
             self.give(parameter, parameter.data.to(torch.float32))
