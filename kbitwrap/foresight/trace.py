@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..model.tree import ModelTree
 from . import cuda
 from .adapters import with_adapters
-from .batch import make_batch
+from .batch import Inputs, make_batch
 from .blocks import Blocks, Part
 from .fakes import FakeModel
 from .ledger import (
@@ -235,30 +235,40 @@ class ModelStep:
         """Let the process be as the step needs it."""
         return contextlib.nullcontext()
 
+    def run_first(
+        self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
+    ) -> None:
+        """Run a forward pass without gradients, unrecorded: what modules do once, or keep from then on, is done."""
+        with torch.no_grad():
+            self._forward(fakes, self._batch(fakes, batch_size, seq_len))
+
     def run(
         self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
     ) -> None:
         """Run both passes, and tell the recorder where they begin and end."""
-        with _disable_current_modes():
-            inputs = make_batch(fakes, batch_size, seq_len, self._inputs)
+        inputs = self._batch(fakes, batch_size, seq_len)
         recorder.begin(inputs.values())
-        is_lower = self._autocast is not None
-        with torch.autocast("cpu", dtype=self._autocast, enabled=is_lower):
-            loss = _loss_of(fakes.model(**inputs))
+        loss = self._forward(fakes, inputs)
         loss.backward()
         del loss  # which nothing holds when the optimizer begins
         recorder.end()
 
+    def _batch(self, fakes: FakeModel, batch_size: int, seq_len: int) -> Inputs:
+        with _disable_current_modes():  # some inputs have values
+            return make_batch(fakes, batch_size, seq_len, self._inputs)
 
-def _loss_of(output: Any) -> Tensor:
-    """Return the loss among a model's outputs."""
-    is_mapping = isinstance(output, Mapping)
-    loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise ConfigError(
-            "the model returned no loss for these inputs; give `inputs` with its labels"
-        )
-    return loss
+    def _forward(self, fakes: FakeModel, inputs: Inputs) -> Tensor:
+        """Return the loss; raises ``ConfigError`` where the model returns none."""
+        is_lower = self._autocast is not None
+        with torch.autocast("cpu", dtype=self._autocast, enabled=is_lower):
+            output = fakes.model(**inputs)
+        is_mapping = isinstance(output, Mapping)
+        loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                "the model returned no loss for these inputs; give `inputs` with its labels"
+            )
+        return loss
 
 
 def trace(
@@ -288,10 +298,10 @@ def trace(
     """
     trained: Shapes = ()
 
-    def run() -> Ledger:
+    def run(step: Any = runner.run) -> Ledger:
         nonlocal trained
         with StepRecorder(fakes.model, blocks, on_cuda) as recorder:
-            runner.run(fakes, batch_size, seq_len, recorder)
+            step(fakes, batch_size, seq_len, recorder)
         trained = recorder.trained
         return recorder.ledger
 
@@ -302,11 +312,14 @@ def trace(
     functions = cuda.CudaFunctions() if on_cuda else contextlib.nullcontext()
     with runner.in_force():
         with fakes.running(gives_figures=runner.gives_figures), functions:
-            # what a step leaves on its modules, the first or a longer one, is there in later ones
+            # what a first step leaves on its modules is there in later ones
+            if not fakes.was_run:
+                run(runner.run_first)
+                fakes.was_run = True
             held = held_bytes()
             ledger = run()
             if held != held_bytes():
-                ledger = run()
+                ledger = run()  # a longer sequence may leave more
             if blocks.is_cut and not blocks.is_tried:
                 ledger = blocks.expect_repeated(ledger, run)
         state, last = runner.optimizer(fakes.mode, trained)

@@ -296,6 +296,12 @@ class Rehearsal(ModelStep):
         finally:
             trainer.recorder = None
 
+    def run_first(
+        self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
+    ) -> None:
+        """Run a whole step, which the trainer's loop does not do by halves."""
+        self.run(fakes, batch_size, seq_len, recorder)
+
     def _set_batch_size(self, batch_size: int) -> int:
         """Set the size of batches, and return the number of rows in a step."""
         args = self._args
