@@ -84,7 +84,7 @@ def find_quantization(
             f"cannot load a model from the file {os.fspath(base)!r}: give its folder"
         )
 
-    given = _as_dict(given)
+    given = as_plain(given)
     if given not in (None, False) and not isinstance(given, dict):
         raise ConfigError(
             "quantization_config: expected a config of transformers such as BitsAndBytesConfig, False for none, or "
@@ -121,12 +121,13 @@ def own_quantization(
     for one in (config, config.get_text_config(decoder=True)):
         own = getattr(one, "quantization_config", None)
         if own is not None:
-            return _as_dict(own)  # type: ignore[no-any-return]
+            return as_plain(own)  # type: ignore[no-any-return]
 
     return None
 
 
-def _as_dict(settings: Any) -> Any:
+def as_plain(settings: Any) -> Any:
+    """Return the quantization config of a loaded model as plain values, as it is in files."""
     return settings.to_dict() if hasattr(settings, "to_dict") else settings
 
 

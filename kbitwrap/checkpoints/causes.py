@@ -43,12 +43,11 @@ CHANGED = "changed, though no adapter touches it"
 _ROUNDINGS = 2.0
 OF_DELTA = 0.02
 _OF_FLOAT32 = 2.0**-20  # of the weights' length: sums in float32, in another order
-# The deviations allowed of what rounding adds to the part of a delta that was kept: to
-# half, and to codes of few bits.
-_DEVIATIONS, _DEVIATIONS_OF_CODES = 8.0, 4.0
+# The standard deviations allowed of what rounding adds to the part of a delta that was
+# kept.
+_DEVIATIONS = 8.0
 _OF_KEPT = 0.1  # the largest difference of what codes keep of a delta from all of it
 _OF_SCALE = 0.05  # the largest difference of a scale from one that has a name
-_MOST_LOST = 0.15  # of a delta in rounding, where its scale still tells
 # The largest difference of two versions of one weight, quantized or not, as a part of
 # its length: rounding to 4 bits takes 0.1, and other weights differ by more than 1.
 _ALIKE = 0.25
@@ -98,7 +97,7 @@ def _explains(against: ComparisonSums, figures: Figures) -> bool:
     kept = against.kept
     if stored is not None:
         deviation = math.sqrt(against.off / num_elements / delta)
-        return abs(kept - 1) <= _OF_KEPT + _DEVIATIONS_OF_CODES * deviation
+        return abs(kept - 1) <= _OF_KEPT + _DEVIATIONS * deviation
 
     # Between what rounding to the coarser dtype keeps, and all of it.
     by_rounding = against.kept_by_rounding
@@ -116,7 +115,7 @@ def _is_lost(figures: Sequence[Figures]) -> bool:
             off_along += one.nearest.off_along
             variance += one.delta * one.nearest.off / math.prod(one.shape)
 
-    allowed = _OF_KEPT * delta + _DEVIATIONS_OF_CODES * math.sqrt(variance)
+    allowed = _OF_KEPT * delta + _DEVIATIONS * math.sqrt(variance)
     return abs(off_along) > allowed
 
 
@@ -209,10 +208,8 @@ class _Wrong:
         if abs(kept) <= _OF_SCALE:
             return 0.0
 
-        # what rounding takes of a scale too
-        lost = min(abs(against.kept_by_rounding - 1), _MOST_LOST)
         for scale in (2.0, 0.5, -1.0):
-            if abs(kept - scale) <= _OF_SCALE * abs(scale) + lost:
+            if abs(kept - scale) <= _OF_SCALE * abs(scale):
                 return scale
 
         return kept

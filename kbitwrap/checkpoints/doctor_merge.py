@@ -32,6 +32,7 @@ from .base_quantization import (
     QUANTIZATION,
     UNKNOWN,
     BaseQuantization,
+    as_plain,
     find_quantization,
 )
 from .causes import REQUANTIZED_TO_4_BITS
@@ -338,8 +339,7 @@ def _config_of(subject: Subject) -> Any:
     if isinstance(subject, LiveModel):
         bare: Any = unwrap(subject.tree.model)[0]
         config: Any = getattr(bare, "config", None)
-        own: Any = getattr(config, "quantization_config", None)
-        return own.to_dict() if hasattr(own, "to_dict") else own
+        return as_plain(getattr(config, "quantization_config", None))
 
     return open_checkpoint(Path(subject.where)).config.get("quantization_config")
 
