@@ -54,7 +54,7 @@ from .base_quantization import (
 from .beside import are_copies, copy_files, files_beside
 from .measure import measure_merge
 from .reader import load_manifest, saved_manifest
-from .sides import Side, read_merged
+from .sides import read_merged
 
 _CARD = """\
 ---
@@ -76,6 +76,10 @@ _ROUNDED = {
     QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
 }
 _LEFT = "files of the base were left behind, because others take their place or they are no part of a merge: {}"
+_OF_ANOTHER_BASE = (
+    "the adapter names {named} as its base; what was merged is {merged!r}. If these are not the "
+    "same model, the merge is wrong"
+)
 _MEASURED = (
     " {kept:.1%} of what the adapter adds is in these weights; rounding them is off by {error:.1%} of its length. "
     "`kbitwrap doctor` measures it again."
@@ -194,7 +198,11 @@ def merge_checkpoint(
         owns=owns,
     )
     with torch.random.fork_rng(devices=[]), writing as writer:  # loading draws numbers
-        record = _record(saved, manifest)
+        record = None
+        if manifest is not None:
+            record = load_manifest(manifest)
+        elif saved is not None:
+            record = saved_manifest(saved.folder)
         quantization = find_quantization(
             base, quantization_config, record, saved, trust_remote_code
         )
@@ -220,7 +228,9 @@ def merge_checkpoint(
         copy_files(files, writer.folder)
         if check:  # which may run code that was copied
             written = read_merged(writer.folder, trust_remote_code)
-            _refuse_wrong(written, adapted, saved, trained)
+            found = measure_merge(written, adapted, saved, trained)
+            if found.faults:
+                raise ExportError(f"what was written is {found}; nothing was left")
         # a manifest that was compared proves the base, whatever its name
         is_proven = trained.check is not None
         other = None if is_proven or saved is None else other_named_base(saved, base)
@@ -240,7 +250,8 @@ def merge_checkpoint(
 
     of_merge = merged.report()
     if other is not None:
-        notes.insert(0, _of_another_base(other, base))
+        told = _OF_ANOTHER_BASE.format(named=shown(other), merged=os.fspath(base))
+        notes.insert(0, told)
     of_merge["notes"] = (*notes, *of_merge["notes"])
 
     return ExportReport(
@@ -252,24 +263,6 @@ def merge_checkpoint(
         seconds=time.perf_counter() - start,
         is_merge=saved is not None,
         **of_merge,
-    )
-
-
-def _record(
-    saved: SavedAdapter | None, manifest: Manifest | StrPath | None
-) -> Manifest | None:
-    """The manifest that was given, or else the one beside the adapter."""
-    if manifest is not None:
-        return load_manifest(manifest)
-
-    return None if saved is None else saved_manifest(saved.folder)
-
-
-def _of_another_base(named: str, base: StrPath) -> str:
-    """The note of a merge where the adapter names another base."""
-    return (
-        f"the adapter names {shown(named)} as its base; what was merged is {os.fspath(base)!r}. If these are not the "
-        "same model, the merge is wrong"
     )
 
 
@@ -315,18 +308,6 @@ def _refuse_full_disk(
             f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
             "free there; nothing was written"
         )
-
-
-def _refuse_wrong(
-    written: Side,
-    adapted: nn.Module,
-    saved: SavedAdapter | None,
-    trained: TrainedBase,
-) -> None:
-    """Raise where the files of a merge are not what it should be."""
-    found = measure_merge(written, adapted, saved, trained)
-    if found.faults:
-        raise ExportError(f"what was written is {found}; nothing was left")
 
 
 def _said(quantization: BaseQuantization, manifest: Manifest | None) -> str:

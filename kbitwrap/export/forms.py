@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import format_bytes
 from ..errors import ConfigError, ExportError
 from ..model.quantization import (
     Quantization,
@@ -96,11 +95,6 @@ def fused_layer(fqn: str) -> str:
 def stays_quantized(module: nn.Module) -> bool:
     """Whether a module of a merged model is quantized."""
     return is_quantized_layer(module) or is_computed_by_library(module)
-
-
-def quantized_modules(model: nn.Module) -> list[str]:
-    """The names of the modules of a model that are quantized."""
-    return [fqn for fqn, module in model.named_modules() if stays_quantized(module)]
 
 
 def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
@@ -194,12 +188,3 @@ def num_bytes(model: nn.Module) -> int:
     for tensor in model.state_dict().values():
         sizes[tensor.data_ptr(), tensor.shape] = tensor.nbytes
     return sum(sizes.values())
-
-
-def of_no_gain(before: int, after: int) -> str:
-    """The warning of a mixed merge in which no layer stays quantized."""
-    return (
-        "an adapter touches every quantized layer, or one that engines compute with it, "
-        f"so that none stays as it is: the model takes {format_bytes(after)}, as merged in half, and its base "
-        f"{format_bytes(before)}; merge_as='quantized' keeps that size"
-    )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import format_bytes
 from ..errors import ConfigError, ExportError
 from ..model.bitsandbytes_layers import dequantized_dtype
 from ..model.quantization import is_quantized_layer, is_quantized_parameter
@@ -38,8 +39,6 @@ from .forms import (
     MergeForm,
     fused_layer,
     num_bytes,
-    of_no_gain,
-    quantized_modules,
     skip_plain_layers,
     stays_quantized,
 )
@@ -61,6 +60,12 @@ _MODEL_ATTRIBUTES = (
     "is_8bit_serializable",
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
+# the note of a mixed merge in which no layer stays quantized
+_NO_GAIN = (
+    "an adapter touches every quantized layer, or one that engines compute with it, so "
+    "that none stays as it is: the model takes {after}, as merged in half, and its base "
+    "{before}; merge_as='quantized' keeps that size"
+)
 
 
 @dataclass
@@ -296,12 +301,18 @@ def merge_into(
         return None if merge is None else merge.delta(name)
 
     settle_ties(twin.model, shared, delta_of)
-    left = quantized_modules(twin.model)
+    left = []
+    for fqn, module in twin.model.named_modules():
+        if stays_quantized(module):
+            left.append(fqn)
+
     note = ""
     if not left:
         _remove_traces(twin.model)
         if form.merge_as == MIXED:
-            note = of_no_gain(size, num_bytes(twin.model))
+            note = _NO_GAIN.format(
+                after=format_bytes(num_bytes(twin.model)), before=format_bytes(size)
+            )
     else:
         skip_plain_layers(twin.model, left)
 
@@ -320,8 +331,9 @@ def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module
 
     touched: dict[str, nn.Module] = {}
     for peeled in twin.peeled:
-        if any(_is_active(wrapper, chosen) for wrapper in peeled.wrappers):
-            touched[peeled.fqn] = peeled.shell
+        for wrapper in peeled.wrappers:
+            if is_tuner_layer(wrapper) and active_adapters(wrapper, chosen):
+                touched[peeled.fqn] = peeled.shell
 
     # what engines compute as one layer has one format
     fused = {fused_layer(fqn) for fqn in touched}
@@ -330,11 +342,6 @@ def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module
             touched[fqn] = module
 
     return set(touched.values())
-
-
-def _is_active(wrapper: nn.Module, chosen: Chosen) -> bool:
-    """Whether a module of PEFT's changes the one that it is around."""
-    return bool(is_tuner_layer(wrapper) and active_adapters(wrapper, chosen))
 
 
 def _remove_traces(model: nn.Module) -> None:

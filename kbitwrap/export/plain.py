@@ -47,7 +47,11 @@ def dequantize(twin: Twin, dtype: torch.dtype, modules: set[nn.Module]) -> set[i
         plain = shell
         if is_made_plain(shell):
             plain = plain_layer(shell).train(shell.training)
-            plain._parameters["bias"] = _bias_of(shell, dtype)
+            bias: Any = getattr(shell, "bias", None)
+            # One that is a buffer may have the dtype of the weight, not the model's.
+            if bias is not None and "bias" in shell._buffers:
+                bias = bias.to(dtype)
+            plain._parameters["bias"] = bias
             plains[shell] = plain
 
         if weight is None and dtypes[kind] != dtype:
@@ -55,7 +59,16 @@ def dequantize(twin: Twin, dtype: torch.dtype, modules: set[nn.Module]) -> set[i
         shape = parameter_of(plain, "weight").shape
         vars(plain)["_parameters"]["weight"] = LazyTensor(shape, dtypes[kind], compute)
 
-    _replace_modules(twin, plains)
+    # The class of a shell of these libraries cannot always be replaced: its objects may
+    # have another layout.
+    for module in twin.model.modules():
+        for name, child in module._modules.items():
+            if child in plains:
+                module._modules[name] = plains[child]
+
+    for peeled in twin.peeled:
+        peeled.shell = plains.get(peeled.shell, peeled.shell)
+
     return rounded
 
 
@@ -70,21 +83,6 @@ def make_plain(shell: nn.Module) -> None:
     vars(shell).update(vars(plain))
 
 
-def _replace_modules(twin: Twin, plains: dict[nn.Module, nn.Module]) -> None:
-    """Put plain layers in the places of shells.
-
-    The class of a shell of these libraries cannot always be replaced: its objects may
-    have another layout.
-    """
-    for module in twin.model.modules():
-        for name, child in module._modules.items():
-            if child in plains:
-                module._modules[name] = plains[child]
-
-    for peeled in twin.peeled:
-        peeled.shell = plains.get(peeled.shell, peeled.shell)
-
-
 def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.dtype:
     """The dtype that a library dequantizes to, which is found by doing so."""
     try:
@@ -95,17 +93,6 @@ def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.d
             "without merging",
             fqn=fqn,
         ) from error
-
-
-def _bias_of(shell: nn.Module, dtype: torch.dtype) -> Any:
-    """The bias of a layer.
-
-    One that is a buffer may have the dtype of the weight, which is not the model's.
-    """
-    bias = getattr(shell, "bias", None)
-    if bias is not None and "bias" in shell._buffers:
-        return bias.to(dtype)
-    return bias
 
 
 def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:

@@ -27,22 +27,6 @@ from ..tensors.lazy import LazyTensor, keeping_last, pieces
 from .staging import Owns, staged
 
 INDEX_NAME = "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
-"""The files that a tokenizer is saved as."""
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -51,27 +35,40 @@ PROCESSOR_FILES = (
 """The files that a processor adds to those of its tokenizer."""
 # What a checkpoint of a model consists of besides.
 _CONFIGS = ("config.json", "generation_config.json")
-_OTHER_TOKENIZER_FILES = (
+_OF_TOKENIZERS = {
+    *PROCESSOR_FILES,
+    "added_tokens.json",
     "audio_tokenizer_config.json",
     "bpe.codes",
     "byte_maps.json",
+    "chat_template.jinja",
+    "chat_template.json",
     "dict.txt",
     "emoji.json",
     "entity_vocab.json",
+    "merges.txt",
     "normalizer.json",
     "prophetnet.tokenizer",
+    "sentencepiece.bpe.model",
     "sentencepiece.model",
     "source.spm",
+    "special_tokens_map.json",
+    "spiece.model",
     "spm.model",
     "spm_char.model",
     "target.spm",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
     "target_vocab.json",
     "vocab-src.json",
     "vocab-tgt.json",
+    "vocab.json",
+    "vocab.txt",
     "word_pronunciation.json",
     "word_shape.json",
-)
-_OF_TOKENIZERS = {*TOKENIZER_FILES, *PROCESSOR_FILES, *_OTHER_TOKENIZER_FILES}
+}
 _WEIGHTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
@@ -103,17 +100,6 @@ class CheckpointWriter:
     # all in the folder, relative to it and sorted; empty until the writing ends
     files: tuple[str, ...] = ()
 
-    def save_file(
-        self, tensors: Tensors, path: StrPath, metadata: Metadata = None
-    ) -> None:
-        """Write one file and count its tensors.
-
-        It is called as ``safetensors.torch.save_file`` is.
-        """
-        write_safetensors(path, tensors, metadata, progress=self.progress)
-        self.num_tensors += len(tensors)
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-
     def save(
         self,
         tensors: Tensors,
@@ -128,7 +114,11 @@ class CheckpointWriter:
         """
         for file, names in files.items():
             chosen = {name: tensors[name] for name in names}
-            self.save_file(chosen, self.folder / file, metadata)
+            write_safetensors(
+                self.folder / file, chosen, metadata, progress=self.progress
+            )
+            self.num_tensors += len(chosen)
+            self.num_bytes += sum(tensor.nbytes for tensor in chosen.values())
 
         if index_name is None and len(files) < 2:
             return
