@@ -193,6 +193,8 @@ def compare(
         if first < last:
             inside = torch.tensor(positions[first:last]) - start
             picked.append([side[inside].float() for side in values[:3]])
+        # Their memory is free while the next values are computed.
+        del values, merged, expected, befores, delta
 
     sample = [torch.cat(side) for side in zip(*picked, strict=True)]
     total = [ComparisonSums() for _ in references]
