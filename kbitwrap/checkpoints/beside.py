@@ -56,7 +56,7 @@ Files = Mapping[str, Path]
 
 
 def walk_files(home: Path) -> Iterator[Path]:
-    """The files in a folder and those below it, and links to folders, which are not followed."""
+    """Yield the files in a folder and those below it, and links to folders, which are not followed."""
     for place, folders, files in os.walk(home):
         folders[:] = [name for name in folders if not _NOT_COPIED.fullmatch(name)]
         links = [name for name in folders if Path(place, name).is_symlink()]
@@ -80,7 +80,7 @@ def why_not_followed(path: Path, home: Path) -> str:
 
 
 def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]:
-    """The files to copy beside a merge's weights, and the names of those of the base that are left behind.
+    """Return the files to copy beside a merge's weights, and the names of those of the base that are left behind.
 
     All of the base's are copied that are no weights. What lies beside the adapter wins.
     """
@@ -108,7 +108,7 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
 
 
 def _files_in(folder: Path | None) -> tuple[dict[str, Path], list[str]]:
-    """The files of a folder that may lie beside other weights, and the names of those that may not."""
+    """Return the files of a folder that may lie beside other weights, and the names of those that may not."""
     files: dict[str, Path] = {}
     left: list[str] = []
     if folder is None:
@@ -135,7 +135,7 @@ def _files_in(folder: Path | None) -> tuple[dict[str, Path], list[str]]:
 
 
 def _folders_of_modules(files: Files) -> list[str]:
-    """The folders of the modules after a model, which have weights of their own."""
+    """Return the folders of the modules after a model, which have weights of their own."""
     path = files.get(_MODULES)
     if path is None:
         return []
@@ -150,7 +150,7 @@ def _folders_of_modules(files: Files) -> list[str]:
 
 
 def _replaced_kinds(of_base: Files, of_adapter: Files) -> tuple[str, ...]:
-    """The beginnings of the names that files of the base must not have beside those of the adapter."""
+    """Return the beginnings of the names that files of the base must not have beside those of the adapter."""
     replaced: list[str] = []
     for kind in _TOGETHER:
         if any(name.startswith(kind) for name in of_adapter):
@@ -172,13 +172,13 @@ def _replaced_kinds(of_base: Files, of_adapter: Files) -> tuple[str, ...]:
 
 
 def _vocabulary_in(path: Path) -> Any:
-    """The vocabulary in a ``tokenizer.json``, without the tokens that were added to it."""
+    """Return the vocabulary in a ``tokenizer.json``, without the tokens that were added to it."""
     model = read_json(path).get("model")
     return model.get("vocab") if isinstance(model, dict) else None
 
 
 def _with_small_files(base: StrPath) -> Path | None:
-    """The folder of a base; of one on the hub the snapshot, with all that is no weights."""
+    """Return the folder of a base; of one on the hub the snapshot, with all that is no weights."""
     from huggingface_hub import snapshot_download
 
     if os.path.isdir(base):
@@ -206,7 +206,7 @@ def copy_files(files: Files, folder: Path) -> None:
 
 
 def are_copies(found: Path, folder: Path, files: Files) -> bool:
-    """Whether a file in a folder, or all below a folder in it, is a copy of one of these."""
+    """Return whether a file in a folder, or all below a folder in it, is a copy of one of these."""
     if found.is_dir() and not found.is_symlink():
         inside = [*found.iterdir()]
         return bool(inside) and all(are_copies(one, folder, files) for one in inside)

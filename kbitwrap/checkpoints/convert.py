@@ -149,7 +149,7 @@ def convert_checkpoint(
 
 
 def _as_safetensors(checkpoint: SavedCheckpoint) -> dict[str, list[str]]:
-    """The names of the tensors in each file.
+    """Return the names of the tensors in each file.
 
     Those of ``torch.save`` become safetensors files.
     """
@@ -167,7 +167,7 @@ def _file_name(old: str) -> str:
 def _is_replaced(
     checkpoint: SavedCheckpoint, written: Collection[str | None], found: Path
 ) -> bool:
-    """Whether overwriting replaces a file: one of a model, or one that was copied from the same checkpoint."""
+    """Return whether overwriting replaces a file: one of a model, or one that was copied from the same checkpoint."""
     if not found.is_file():
         return False
 
@@ -193,7 +193,7 @@ def _casts(
     like: StrPath | None,
     dtype: torch.dtype | str | None,
 ) -> tuple[_DTypes, torch.dtype | None]:
-    """The dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
+    """Return the dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
     given = [source for source in (manifest, like, dtype) if source is not None]
     if len(given) > 1:
         raise ConfigError(
@@ -220,7 +220,7 @@ def _casts(
 
 
 def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _DTypes:
-    """The casts to what a model loaded in a half dtype saves.
+    """Return the casts to what a model loaded in a half dtype saves.
 
     What its class does not build was in no model that was prepared.
     """
@@ -240,7 +240,7 @@ def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _DTypes:
 def _casts_by_reference(
     checkpoint: SavedCheckpoint, path: Path
 ) -> tuple[_DTypes, torch.dtype | None]:
-    """The casts to the dtypes of a reference's tensors, or of the config alone."""
+    """Return the casts to the dtypes of a reference's tensors, or of the config alone."""
     config_path = path / _CONFIG
     if os.path.isdir(path) and not has_weights(path) and config_path.is_file():
         path = config_path
@@ -289,7 +289,7 @@ def _refuse_other_shapes(
 def _casts_to(
     checkpoint: SavedCheckpoint, originals: _Originals, dtype: torch.dtype | None
 ) -> _DTypes:
-    """The casts of float32 tensors to the half dtypes of their originals, or else to a dtype.
+    """Return the casts of float32 tensors to the half dtypes of their originals, or else to a dtype.
 
     Adapters, trained copies and the state of quantized weights stay as they are.
     """
@@ -312,7 +312,7 @@ def _casts_to(
 
 
 def _original(name: str, originals: _Originals) -> Any:
-    """The original of a stored tensor, if it is known.
+    """Return the original of a stored tensor, if it is known.
 
     A trained copy, which is not the base's, has none.
     """
@@ -329,7 +329,7 @@ def _original(name: str, originals: _Originals) -> Any:
 
 
 def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
-    """The tensors of the model that the config describes, as loaded in a dtype.
+    """Return the tensors of the model that the config describes, as loaded in a dtype.
 
     None where it is not known.
     """
@@ -346,7 +346,7 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
 
 
 def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
-    """The tensors that a manifest records.
+    """Return the tensors that a manifest records.
 
     Raises where a checkpoint is not of its model.
     """
@@ -384,7 +384,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
 
 
 def _by_all_names(model: Any, tensors: _Originals) -> _Originals:
-    """The tensors by their names, and as transformers saves them: renamed, split, merged.
+    """Return the tensors by their names, and as transformers saves them: renamed, split, merged.
 
     The latter are not known where the model is not, which is ``None`` then.
     """

@@ -231,7 +231,7 @@ def compare(
 
 
 def grid_of(shape: tuple[int, ...]) -> Tensor:
-    """The flat positions of a sample of a tensor: an even grid of each of its matrices, or of its elements."""
+    """Return the flat positions of a sample of a tensor: an even grid of each of its matrices, or of its elements."""
     if not shape or 0 in shape:
         return torch.zeros(math.prod(shape), dtype=torch.int64)
 
@@ -246,7 +246,7 @@ def grid_of(shape: tuple[int, ...]) -> Tensor:
 
 
 def grid_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The number of a tensor's matrices, and the rows and columns of the grid of each."""
+    """Return the number of a tensor's matrices, and the rows and columns of the grid of each."""
     if len(shape) < 2:
         return 1, 1, min(math.prod(shape), _GRID * _GRID)
 
@@ -262,7 +262,7 @@ def _evenly(length: int, number: int) -> Tensor:
 def _in_step(
     tensors: Sequence[Tensor], most: int
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """The values of tensors of one size, flat: the place of the first, and as many of each at a time.
+    """Yield the values of tensors of one size, flat: the place of the first, and as many of each at a time.
 
     None of them reach beyond a multiple of ``most``.
     """

@@ -144,7 +144,7 @@ class MergeMeasure:
 
 
 def _shortly(fault: MergeFault) -> str:
-    """The cause, with the first tensor and the number of the others."""
+    """Return the cause, with the first tensor and the number of the others."""
     first, *others = fault.fqns
     more = f" and {len(others):,} more" if others else ""
     return f"{fault.cause} ({first}{more})"
@@ -218,7 +218,7 @@ def _of_tensor(figures: Figures) -> TensorMeasure:
 
 
 def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
-    """The weights that most adapted tensors were merged onto, the larger ones counting more."""
+    """Return the weights that most adapted tensors were merged onto, the larger ones counting more."""
     sizes = {TRAINED: 0, ORIGINAL: 0, OTHER: 0}
     # Where a layer was not quantized the two are one.
     told = [one for one in adapted if one.was_quantized] or adapted
@@ -565,7 +565,7 @@ def _by_known(
 
 
 def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:
-    """The multiple of a delta, other than 1, that the values clearly hold by the codes of the base's layer."""
+    """Return the multiple of a delta, other than 1, that the values clearly hold by the codes of the base's layer."""
     num_rows = max(_MOST_OF_CODES // values.shape[1], 1)
     values, delta = values[:num_rows], delta[:num_rows]
 

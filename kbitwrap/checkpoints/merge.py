@@ -269,7 +269,7 @@ def merge_checkpoint(
 def _taken_over(
     trained: TrainedBase, model: nn.Module
 ) -> tuple[dict[str, Tensor], str]:
-    """The tensors that a merge takes over from the base's files, and what to note of them.
+    """Return the tensors that a merge takes over from the base's files, and what to note of them.
 
     They are those that the class does not build, where nothing of the merge contradicts
     them; else there are none.
@@ -323,7 +323,7 @@ def _said(quantization: BaseQuantization, manifest: Manifest | None) -> str:
 
 
 def _how(model: Any, said: str, form: MergeForm) -> str:
-    """The sentence of a model card that says how the base was quantized."""
+    """Return the sentence of a model card that says how the base was quantized."""
     method = ModelTree(model).quantization.method
     if method is None:
         return f"unquantized, {said}".rstrip(",")
@@ -348,7 +348,7 @@ def _card(
     device: torch.device | str,
     notes: Sequence[str],
 ) -> str:
-    """A model card that says what was made of what, and what to mind.
+    """Return a model card that says what was made of what, and what to mind.
 
     A folder is named by its last part, and is no base model that the hub knows.
     """
@@ -383,7 +383,7 @@ def _card(
 
 
 def _is_card(path: Path) -> bool:
-    """Whether a file is a model card as `_card` writes it, and as nobody has changed it since."""
+    """Return whether a file is a model card as `_card` writes it, and as nobody has changed it since."""
     if path.name != "README.md" or not path.is_file():
         return False
 

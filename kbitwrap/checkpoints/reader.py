@@ -67,7 +67,7 @@ class StoredTensor:
     num_bytes: int
 
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
-        """The values, read when they are asked for and rounded to a dtype.
+        """Return the values, read when they are asked for and rounded to a dtype.
 
         `ExportError` is raised then if one is too large.
         """
@@ -170,7 +170,7 @@ class SavedCheckpoint:
         return self.config.get("quantization_config") is not None
 
     def ties(self, model: Any) -> list[list[str]]:
-        """The names that loading ties, by group, in the model that the config describes; none without one."""
+        """Return the names that loading ties, by group, in the model that the config describes; none without one."""
         if self.config.get("tie_word_embeddings") is False:
             return []
         return tied_names(model)
@@ -264,7 +264,7 @@ def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
 
 
 def tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter of a model that has several.
+    """Return the names of each parameter of a model that has several.
 
     None of an unknown model, which is ``None``.
     """
@@ -279,7 +279,7 @@ def tied_names(model: Any) -> list[list[str]]:
 
 
 def adapter_file(folder: Path) -> Path | None:
-    """The file of the adapter that PEFT saved in a folder.
+    """Return the file of the adapter that PEFT saved in a folder.
 
     Of one in both formats, the safetensors file.
     """
@@ -291,12 +291,12 @@ def adapter_file(folder: Path) -> Path | None:
 
 
 def load_manifest(given: Manifest | StrPath) -> Manifest:
-    """A manifest that a caller gave, itself or as its path."""
+    """Return a manifest that a caller gave, itself or as its path."""
     return given if isinstance(given, Manifest) else Manifest.load(given)
 
 
 def saved_manifest(folder: Path) -> Manifest | None:
-    """The manifest that was saved in a folder.
+    """Return the manifest that was saved in a folder.
 
     Raise `ManifestError` where it cannot be read.
     """
@@ -305,7 +305,7 @@ def saved_manifest(folder: Path) -> Manifest | None:
 
 
 def recorded_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """The shapes of the floating-point tensors that a manifest records.
+    """Return the shapes of the floating-point tensors that a manifest records.
 
     Of a packed weight, that of its storage.
     """
@@ -335,12 +335,12 @@ def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a path is a file, or a folder with the weights of a model."""
+    """Return whether a path is a file, or a folder with the weights of a model."""
     return os.path.isfile(path) or bool(_weight_files(path)[0])
 
 
 def _weight_files(folder: Path) -> tuple[list[str], str | None]:
-    """The names of the files with the weights, if there are any, and of the index, if there is one."""
+    """Return the names of the files with the weights, if there are any, and of the index, if there is one."""
     for single, beginning in _WAYS:
         index = f"{single}.index.json"
         if os.path.lexists(folder / index):
@@ -359,7 +359,7 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
 
 
 def _files_in_index(path: Path) -> list[str]:
-    """The names of the files that an index names, which lie beside it."""
+    """Return the names of the files that an index names, which lie beside it."""
     content = read_json(path)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not _are_names(weight_map.values()):
@@ -417,7 +417,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name, in the order of their bytes; none is read."""
+    """Return the tensors of a file by name, in the order of their bytes; none is read."""
     read = _read_pickled if path.suffix == _PICKLED else _read_safetensors
     in_order = sorted(read(path), key=lambda tensor: tensor.start)
     return {tensor.name: tensor for tensor in in_order}
@@ -463,7 +463,7 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
-    """The content of a file that ``torch.save`` wrote, with fake tensors.
+    """Return the content of a file that ``torch.save`` wrote, with fake tensors.
 
     No tensor is read, and no code run.
     """
@@ -474,7 +474,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
 
 
 def load_values(path: Path) -> dict[str, Any]:
-    """The content of a file that ``torch.save`` wrote, whose tensors are read as they are used.
+    """Return the content of a file that ``torch.save`` wrote, whose tensors are read as they are used.
 
     No code is run. ``ConfigError`` is raised where it holds something else.
     """
@@ -535,7 +535,7 @@ def _read_pickled(path: Path) -> list[StoredTensor]:
 
 
 def is_trained_copy(name: str) -> bool:
-    """Whether a stored tensor, by its name, is a copy of a base tensor that PEFT trained."""
+    """Return whether a stored tensor, by its name, is a copy of a base tensor that PEFT trained."""
     return _TRAINED_COPY.search(f".{name}") is not None
 
 

@@ -61,12 +61,12 @@ class Side:
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """The key that tells the tensors of one side apart, none of which is computed."""
+    """Return the key that tells the tensors of one side apart, none of which is computed."""
     return tensor.untyped_storage().data_ptr(), tensor.shape
 
 
 def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
-    """The plain model that a model is, with or without its active adapters, not rounded."""
+    """Return the plain model that a model is, with or without its active adapters, not rounded."""
     twin = build_twin(ModelTree(model))
     merge_into(twin, None if is_merged else (), in_float32=True)
     ties = tied_names(twin.model)
@@ -84,7 +84,7 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
 
 
 def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The merged weights of a model whose layers have other weights, not rounded.
+    """Return the merged weights of a model whose layers have other weights, not rounded.
 
     A part of what adapters add may depend on the weights: DoRA's norm, a rotation, a
     scale. A quantized layer made from ``Conv1D`` is left out.
@@ -134,7 +134,7 @@ def walk_merged(model: Any) -> Side:
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that a quantized layer keeps its codes in.
+    """Return the dtype that a quantized layer keeps its codes in.
 
     ``None`` of a layer that is not quantized.
     """
@@ -157,7 +157,7 @@ def original_tensors(base: StrPath) -> dict[str, Tensor]:
 
 
 def files_of_base(base: StrPath) -> SavedCheckpoint | None:
-    """The tensors in the files of a base; ``None`` where they are of a kind that is not read here."""
+    """Return the tensors in the files of a base; ``None`` where they are of a kind that is not read here."""
     folder = _folder_of(base)
     try:
         return None if folder is None else open_checkpoint(folder)
@@ -166,7 +166,7 @@ def files_of_base(base: StrPath) -> SavedCheckpoint | None:
 
 
 def _folder_of(base: StrPath) -> Path | None:
-    """The folder of a base, or of its snapshot in the hub's cache."""
+    """Return the folder of a base, or of its snapshot in the hub's cache."""
     from transformers.utils.hub import cached_file
 
     if os.path.isdir(base):

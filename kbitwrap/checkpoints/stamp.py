@@ -115,7 +115,7 @@ def stamp_adapter(
 
 
 def _record(model: Any) -> Manifest:
-    """The manifest of a model, which is not prepared afterwards."""
+    """Return the manifest of a model, which is not prepared afterwards."""
     holder = nn.Module()  # anything holds the preparation where there is no wrapper
     preparation = Preparation(holder)
     config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)

@@ -107,14 +107,14 @@ class ActiveLayer:
         return tuple(deltas)
 
     def refusal(self, why: object) -> ExportError:
-        """The error for adapters that cannot be merged."""
+        """Return the error for adapters that cannot be merged."""
         return refusal(self.fqn, self.layer, why, self.adapters)
 
 
 def refusal(
     fqn: str, layer: nn.Module, why: object, active: Sequence[str] = ()
 ) -> ExportError:
-    """The error for adapters that cannot be merged.
+    """Return the error for adapters that cannot be merged.
 
     The ``fqn`` ``""`` is the model itself.
     """
@@ -150,7 +150,7 @@ def refuse_infinite(fqn: str, value: Tensor, rounded: Tensor) -> None:
 
 
 def parameter_name(layer: nn.Module) -> str | None:
-    """The parameter that a layer of ``target_parameters`` adapts.
+    """Return the parameter that a layer of ``target_parameters`` adapts.
 
     It is ``None`` for a layer that adapts a module.
     """
@@ -159,14 +159,14 @@ def parameter_name(layer: nn.Module) -> str | None:
 
 
 def is_tuner_layer(wrapper: nn.Module) -> bool:
-    """Whether one of PEFT's modules is a layer that adapts a module of the base."""
+    """Return whether one of PEFT's modules is a layer that adapts a module of the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return isinstance(wrapper, BaseTunerLayer)
 
 
 def adapters_of(wrapper: Any) -> list[str]:
-    """The names of the adapters that one of PEFT's layers or wrappers holds.
+    """Return the names of the adapters that one of PEFT's layers or wrappers holds.
 
     A wrapper is one of ``modules_to_save``.
     """
@@ -176,7 +176,7 @@ def adapters_of(wrapper: Any) -> list[str]:
 
 
 def active_adapters(wrapper: Any, chosen: Chosen = None) -> tuple[str, ...]:
-    """The adapters of a layer or wrapper that are chosen, in their order.
+    """Return the adapters of a layer or wrapper that are chosen, in their order.
 
     By default they are those that its forward uses.
     """
@@ -187,7 +187,7 @@ def active_adapters(wrapper: Any, chosen: Chosen = None) -> tuple[str, ...]:
 
 
 def trained_copy(fqn: str, wrapper: Any, chosen: Chosen) -> nn.Module | None:
-    """The copy that a ``modules_to_save`` wrapper runs instead of the original.
+    """Return the copy that a ``modules_to_save`` wrapper runs instead of the original.
 
     It is ``None`` where the original runs.
     """

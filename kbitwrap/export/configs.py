@@ -41,7 +41,7 @@ def keep_base_configs(model: Any, folder: Path) -> None:
 
 
 def _file_at(source: Any, name: str) -> Path | None:
-    """A file in the folder that a model was loaded from, or in the hub's cache."""
+    """Return a file in the folder that a model was loaded from, or in the hub's cache."""
     from transformers.utils.hub import cached_file
 
     if not source:
@@ -61,7 +61,7 @@ def _file_at(source: Any, name: str) -> Path | None:
 
 
 def _base_fields(live: Any, path: Path | None) -> _Fields | None:
-    """The fields of a base's file, with what differs in the config of a model.
+    """Return the fields of a base's file, with what differs in the config of a model.
 
     ``None`` where there is no file, or it is another model's: its kind, its positions or
     its experts are others.
@@ -86,7 +86,7 @@ def _base_fields(live: Any, path: Path | None) -> _Fields | None:
 
 
 def _of_kind(fields: Any, model_type: Any) -> _Fields | None:
-    """The fields of a config of a kind in a file's: all of them, or a part such as ``text_config``."""
+    """Return the fields of a config of a kind in a file's: all of them, or a part such as ``text_config``."""
     if not isinstance(fields, dict):
         return None
     for part in (fields, *fields.values()):
@@ -96,13 +96,13 @@ def _of_kind(fields: Any, model_type: Any) -> _Fields | None:
 
 
 def _fields_of(config: Any) -> _Fields:
-    """The public fields of a config, as JSON has them."""
+    """Return the public fields of a config, as JSON has them."""
     fields = json.loads(json.dumps(config.to_dict(), default=str))
     return {name: value for name, value in fields.items() if name[0] != "_"}
 
 
 def _read(live: Any, fields: _Fields) -> _Fields | None:
-    """The public fields that the class of a config reads from a file's; ``None`` where it cannot."""
+    """Return the public fields that the class of a config reads from a file's; ``None`` where it cannot."""
     own_copy = json.loads(json.dumps(fields), object_hook=_decoded)
     try:
         return _fields_of(type(live).from_dict(own_copy))
@@ -111,12 +111,12 @@ def _read(live: Any, fields: _Fields) -> _Fields | None:
 
 
 def _decoded(value: _Fields) -> Any:
-    """A number that is not finite, as transformers writes it into JSON; else what it is."""
+    """Return a number that is not finite, as transformers writes it into JSON; else what it is."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _differing(before: _Fields, after: _Fields) -> Iterator[str]:
-    """The names of fields that differ, also in fields of fields."""
+    """Yield the names of fields that differ, also in fields of fields."""
     for name in before.keys() | after.keys():
         old, new = before.get(name), after.get(name)
         if old != new:
@@ -128,7 +128,7 @@ def _differing(before: _Fields, after: _Fields) -> Iterator[str]:
 def _changed(
     own: _Fields, before: _Fields, after: _Fields, dtypes: set[str]
 ) -> _Fields:
-    """A file's fields, with what differs between two configs; `dtypes` names the dtype."""
+    """Return a file's fields, with what differs between two configs; `dtypes` names the dtype."""
     fields = dict(own)
     for name in before.keys() | after.keys():
         part, old, new = own.get(name), before.get(name), after.get(name)
@@ -146,7 +146,7 @@ def _changed(
 
 
 def _with_old_names(live: Any, fields: _Fields) -> _Fields:
-    """The fields of a config, also under the old names that its class reads as the same."""
+    """Return the fields of a config, also under the old names that its class reads as the same."""
     for name, part in vars(live).items():
         if hasattr(part, "from_dict") and isinstance(fields.get(name), dict):
             fields = {**fields, name: _with_old_names(part, fields[name])}
@@ -160,7 +160,7 @@ def _with_old_names(live: Any, fields: _Fields) -> _Fields:
 
 
 def _old_names(fields: _Fields) -> Iterator[tuple[str, Any]]:
-    """The fields of transformers 5 as older files may have them."""
+    """Yield the fields of transformers 5 as older files may have them."""
     yield "torch_dtype", fields.get("dtype")
     yield "num_experts", fields.get("num_local_experts")
 

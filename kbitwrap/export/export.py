@@ -142,7 +142,7 @@ def _refuse_unsavable(processing_class: Any) -> None:
 
 
 def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> ModelTree:
-    """The tree of what was made of a model; raises for another."""
+    """Return the tree of what was made of a model; raises for another."""
     if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
         raise UnsupportedModelError(
             f"model: expected this {type(model).__name__} or a model made from it, "
@@ -153,7 +153,7 @@ def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> Mo
 
 
 def _sources(model: nn.Module, processing_class: Any) -> set[str]:
-    """The places that a model and its tokenizer were loaded from.
+    """Return the places that a model and its tokenizer were loaded from.
 
     They are folders, or names on the hub.
     """
@@ -432,7 +432,7 @@ def why_not_streamed(model_class: Any) -> str | None:
 
 
 def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
-    """The library's ``save_pretrained`` with another ``save_file`` and no bar.
+    """Return the library's ``save_pretrained`` with another ``save_file`` and no bar.
 
     It runs over a copy of its globals: nothing of the library is patched.
     """

@@ -189,7 +189,7 @@ class Float32Layer:
 
 
 def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
-    """Whether each row of the merged weight depends on that row of the base's alone.
+    """Return whether each row of the merged weight depends on that row of the base's alone.
 
     Args:
         one: A layer, and its active adapters.

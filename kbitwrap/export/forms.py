@@ -79,7 +79,7 @@ class MergeForm:
 
 
 def fused_layer(fqn: str) -> str:
-    """The name of the layer that an engine computes this one in, or its own name."""
+    """Return the name of the layer that an engine computes this one in, or its own name."""
     before, experts, _ = fqn.partition(_EXPERTS)
     if experts:
         return before + experts.rstrip(".")
@@ -93,7 +93,7 @@ def fused_layer(fqn: str) -> str:
 
 
 def stays_quantized(module: nn.Module) -> bool:
-    """Whether a module of a merged model is quantized."""
+    """Return whether a module of a merged model is quantized."""
     return is_quantized_layer(module) or is_computed_by_library(module)
 
 
@@ -128,12 +128,12 @@ def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
 
 
 def _taken_for(name: str, quantized: Sequence[str]) -> str | None:
-    """The quantized layer that ``from_pretrained`` takes for one of that name."""
+    """Return the quantized layer that ``from_pretrained`` takes for one of that name."""
     return next((fqn for fqn in quantized if fqn.endswith(name)), None)
 
 
 def _holds_matrices(module: nn.Module) -> bool:
-    """Whether a module of a model's own class may be linear layers in another version.
+    """Return whether a module of a model's own class may be linear layers in another version.
 
     Stacks of experts, and routers, are that in transformers 4.
     """
@@ -144,7 +144,7 @@ def _holds_matrices(module: nn.Module) -> bool:
 
 
 def _names_in_files(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The names of modules in files, where transformers renames what it loads."""
+    """Return the names of modules in files, where transformers renames what it loads."""
     conversions = getattr(model, "_weight_conversions", None) or ()
     renamings = [one for one in conversions if not hasattr(one, "operations")]
     if not renamings:
@@ -164,7 +164,7 @@ def _other_names(
     own: Sequence[str],
     quantized: Sequence[str],
 ) -> list[str]:
-    """The names by which others that load a model know its plain layers.
+    """Return the names by which others that load a model know its plain layers.
 
     The class of the model inside has no prefix; other versions of transformers name
     modules as the files do; an engine fuses siblings, which are all plain or cannot be
@@ -183,7 +183,7 @@ def _other_names(
 
 
 def num_bytes(model: nn.Module) -> int:
-    """The bytes of all tensors of a model, with the statistics of quantized ones."""
+    """Return the bytes of all tensors of a model, with the statistics of quantized ones."""
     sizes = {}
     for tensor in model.state_dict().values():
         sizes[tensor.data_ptr(), tensor.shape] = tensor.nbytes

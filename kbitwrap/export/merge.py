@@ -321,7 +321,7 @@ def merge_into(
 
 
 def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module]:
-    """The modules of a twin whose quantized weights are dequantized."""
+    """Return the modules of a twin whose quantized weights are dequantized."""
     modules = dict(twin.model.named_modules())
     if form.merge_as == HALF:
         return set(modules.values())
@@ -375,7 +375,7 @@ def _plan(
     rounded: set[int],
     chosen: Chosen,
 ) -> list[MergedModule]:
-    """The modules whose tensors have to be computed.
+    """Return the modules whose tensors have to be computed.
 
     They are adapted ones, trained copies and quantized layers that become plain.
     """
@@ -437,7 +437,7 @@ def _refuse_partly_adapted(twin: Twin, merges: dict[int, MergedModule]) -> None:
 
 
 def _half_dtype(model: nn.Module) -> torch.dtype:
-    """The half dtype of most parameters outside quantized layers.
+    """Return the half dtype of most parameters outside quantized layers.
 
     It is float32 where there are none. Parameters vote, and not the config, whose dtype
     ``save_pretrained`` sets to float32 while a model is prepared.

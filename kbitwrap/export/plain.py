@@ -84,7 +84,7 @@ def make_plain(shell: nn.Module) -> None:
 
 
 def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.dtype:
-    """The dtype that a library dequantizes to, which is found by doing so."""
+    """Return the dtype that a library dequantizes to, which is found by doing so."""
     try:
         return compute().dtype
     except Exception as error:
@@ -121,7 +121,7 @@ def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:
 
 
 def parameter_of(module: nn.Module, name: str) -> torch.Tensor:
-    """A module's parameter, which is not ``None``.
+    """Return a module's parameter, which is not ``None``.
 
     That of a twin may be a lazy tensor.
     """
@@ -131,7 +131,7 @@ def parameter_of(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a quantized layer was made from transformers' ``Conv1D``.
+    """Return whether a quantized layer was made from transformers' ``Conv1D``.
 
     The weight of that is a linear's transposed.
     """
@@ -142,7 +142,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
-    """The layer that a quantized one was made from, on the meta device.
+    """Return the layer that a quantized one was made from, on the meta device.
 
     With ``as_linear`` it is a linear where it was a ``Conv1D``, too.
     """

@@ -57,7 +57,7 @@ class Shard(NamedTuple):
 
 
 def drift_of(fqn: str) -> str:
-    """The message for a frozen parameter that holds other values than were recorded."""
+    """Return the message for a frozen parameter that holds other values than were recorded."""
     return (
         f"{fqn} is frozen, but its values have changed since the model was prepared (a "
         "merge that was taken back leaves rounding; PiSSA and OLoRA leave a "
@@ -135,7 +135,7 @@ class Gathering:
         return found
 
     def shell(self, module: nn.Module) -> nn.Module:
-        """A copy of one of PEFT's modules, of which sharded parameters are promised.
+        """Return a copy of one of PEFT's modules, of which sharded parameters are promised.
 
         Inside `lead` they can be read. What it wraps is the live module; the same
         module gives the same copy.
@@ -174,7 +174,7 @@ class Gathering:
         return LazyTensor(shape, parameter.dtype, lambda: self._read(index))
 
     def _read(self, index: int) -> Tensor:
-        """The whole of a parameter, on rank 0, which lets the others gather it too."""
+        """Return the whole of a parameter, on rank 0, which lets the others gather it too."""
         one = self._tensors[index]
         if not self._is_led:
             raise RuntimeError(
@@ -461,7 +461,7 @@ def _tell(message: Any) -> Any:
 
 
 def _whole_unit(unit: Any) -> Any:
-    """A context in which the parameters of an FSDP1 wrapper are whole.
+    """Return a context in which the parameters of an FSDP1 wrapper are whole.
 
     Those of wrappers inside stay sharded.
     """

@@ -153,7 +153,7 @@ def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None
 
 
 def _identities(paths: Iterable[StrPath]) -> set[tuple[int, int]]:
-    """The device and inode of each path that is there.
+    """Return the device and inode of each path that is there.
 
     They tell it from all others.
     """
@@ -166,7 +166,7 @@ def _identities(paths: Iterable[StrPath]) -> set[tuple[int, int]]:
 
 
 def _folders_around(source: StrPath) -> list[Path]:
-    """The folders that hold a source, or a file that a link in it leads to.
+    """Return the folders that hold a source, or a file that a link in it leads to.
 
     There are none where nothing is there.
     """
@@ -225,7 +225,7 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
 
 
 def _resolved(path: StrPath) -> Path:
-    """The path without links.
+    """Return the path without links.
 
     `ExportError` is raised for what is no path, or lies in the hub's cache.
     """
@@ -247,7 +247,7 @@ def _resolved(path: StrPath) -> Path:
 
 
 def _is_cached(folder: Path) -> bool:
-    """Whether a folder is the cache of the hub's client, or what one keeps of a repository.
+    """Return whether a folder is the cache of the hub's client, or what one keeps of a repository.
 
     A base that was given by its name lies in one, and so do others' models.
     """
@@ -388,7 +388,7 @@ def _move_in(hidden: Path, target: Path) -> None:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """The files in a folder.
+    """Return the files in a folder.
 
     The last is the one without which it is taken for no checkpoint.
     """

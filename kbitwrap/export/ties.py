@@ -78,7 +78,7 @@ def _untie_configs(model: nn.Module) -> None:
 
 
 def _names_in_forward(cls: Any) -> Sequence[str]:
-    """The names of globals and attributes in the code of a class's ``forward``.
+    """Return the names of globals and attributes in the code of a class's ``forward``.
 
     There are none where it is not in Python.
     """
@@ -88,7 +88,7 @@ def _names_in_forward(cls: Any) -> Sequence[str]:
 
 
 def configs_of_all(model: nn.Module) -> Iterator[Any]:
-    """The configs of a model and of its modules, each once.
+    """Yield the configs of a model and of its modules, each once.
 
     Those nested in others are among them.
     """

@@ -94,7 +94,7 @@ class _Copier:
         self._peeled: list[Peeled] = []
 
     def twin(self) -> Twin:
-        """The twin of the model, which this copies once.
+        """Return the twin of the model, which this copies once.
 
         A tensor counts as converted where the live model stores it in another dtype.
         """
@@ -113,7 +113,7 @@ class _Copier:
         return Twin(model, tuple(self._peeled), tuple(converted))
 
     def _copy(self, fqn: str, module: nn.Module) -> nn.Module:
-        """The shell of what a module wraps, and of all below it.
+        """Return the shell of what a module wraps, and of all below it.
 
         A module that is there twice has one shell.
         """
@@ -139,7 +139,7 @@ class _Copier:
         return shell
 
     def _shell(self, module: nn.Module) -> nn.Module:
-        """The copy of one module, with the original tensors.
+        """Return the copy of one module, with the original tensors.
 
         Its class, attributes and configs are those from before. What adapters, sharding and
         the preparation itself set on it is left out.
@@ -167,7 +167,7 @@ class _Copier:
         return shell
 
     def _promise(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
-        """The twin's tensor for a parameter, with its original value."""
+        """Return the twin's tensor for a parameter, with its original value."""
         key = id(parameter)
         if key in self.promised:
             return self.promised[key]
@@ -186,7 +186,7 @@ class _Copier:
     def held_of(
         self, module: nn.Module, name: str, parameter: nn.Parameter
     ) -> OriginalSlot | None:
-        """The change that holds the original of a parameter.
+        """Return the change that holds the original of a parameter.
 
         It is ``None`` where the parameter stores that itself.
         """

@@ -133,7 +133,7 @@ class CheckpointWriter:
 
 
 def is_of_a_model(path: Path) -> bool:
-    """Whether a path is that of a file, by its name, of a model's checkpoint, which another one replaces."""
+    """Return whether a path is that of a file, by its name, of a model's checkpoint, which another one replaces."""
     if not path.is_file():
         return False
 
@@ -142,7 +142,7 @@ def is_of_a_model(path: Path) -> bool:
 
 
 def is_of_a_tokenizer(name: str) -> bool:
-    """Whether a file, by its name, is one of a tokenizer or a processor."""
+    """Return whether a file, by its name, is one of a tokenizer or a processor."""
     return name in _OF_TOKENIZERS or name.endswith(".tiktoken")
 
 
@@ -179,7 +179,7 @@ def checkpoint_writer(
 def split_into_files(
     tensors: Tensors, max_shard_size: int | str
 ) -> dict[str, list[str]]:
-    """The names of each file's tensors.
+    """Return the names of each file's tensors.
 
     `ConfigError` is raised for a size that is neither bytes nor like ``"5GB"``.
     """
@@ -292,7 +292,7 @@ def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
 
 
 def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the tensors, and each tensor's offset after them.
+    """Return the bytes before the tensors, and each tensor's offset after them.
 
     The offsets are in the order of the file.
     """
@@ -324,7 +324,7 @@ def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The entries of a safetensors file's header, and where the tensors' bytes begin.
+    """Return the entries of a safetensors file's header, and where the tensors' bytes begin.
 
     ``__metadata__`` is one of the entries.
     """
@@ -334,7 +334,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def by_lineage(tensors: Tensors, names: Iterable[str]) -> list[str]:
-    """The names, sorted.
+    """Return the names, sorted.
 
     Tensors made from the same lazy tensor follow one another, so that it is computed
     once.

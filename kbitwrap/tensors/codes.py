@@ -33,7 +33,7 @@ class RandomNumbers:
         self._bits = numpy.random.Philox(key=key)
 
     def draw(self, number: int) -> Tensor:
-        """The next of them: float32, uniform between -1/2 and 1/2, on the CPU.
+        """Return the next of them: float32, uniform between -1/2 and 1/2, on the CPU.
 
         Each is in the middle of one of 2**16 parts. Four are cut from a word of 64 bits.
         """
@@ -81,7 +81,7 @@ class Codes(ABC):
         self._group_size = group_size
 
     def has_scales_of(self, other: Codes) -> bool:
-        """Whether the same codes are the same values in both, wherever each of them lies."""
+        """Return whether the same codes are the same values in both, wherever each of them lies."""
         values = other._values.to(self._values.device)
         if not torch.equal(self._values, values):
             return False
@@ -118,13 +118,13 @@ class Codes(ABC):
         return Rounded(rounded, off[:number], num_clipped)
 
     def values_of(self, start: int, number: int) -> Tensor:
-        """The values of some elements, the first at the beginning of a byte: flat, float32."""
+        """Return the values of some elements, the first at the beginning of a byte: flat, float32."""
         scales = self._scales_from(start, number)
         values = self._values_in(self._bytes_of(start, number))[:number]
         return values.view(len(scales), -1).mul_(scales).flatten()
 
     def most_off(self, values: Tensor) -> float:
-        """The squared length of what rounding all elements takes at most, to one of the two codes around each.
+        """Return the squared length of what rounding all elements takes at most, to one of the two codes around each.
 
         One beyond the last code loses all that is beyond. ``values`` are flat, float32.
         """
@@ -137,7 +137,7 @@ class Codes(ABC):
 
     @abstractmethod
     def _values_in(self, stored: Tensor) -> Tensor:
-        """The values of the codes in some bytes, in parts of their scales, as a new tensor."""
+        """Return the values of the codes in some bytes, in parts of their scales, as a new tensor."""
 
     @abstractmethod
     def _add(
@@ -156,18 +156,18 @@ class Codes(ABC):
         """
 
     def _num_clipped(self, sums: Tensor) -> int:
-        """The number of sums that are well beyond the last code."""
+        """Return the number of sums that are well beyond the last code."""
         is_below = sums < self._values.min() - _MOST_BEYOND
         is_above = sums > self._values.max() + _MOST_BEYOND
         return int((is_below | is_above).sum())
 
     def _bytes_of(self, start: int, number: int) -> Tensor:
-        """The bytes that hold some elements."""
+        """Return the bytes that hold some elements."""
         num_bytes = -(-number // self.per_byte)
         return self._stored[start // self.per_byte :][:num_bytes]
 
     def _scales_from(self, start: int, number: int) -> Tensor:
-        """The scales of some elements, none of them 0, which nothing is divided by.
+        """Return the scales of some elements, none of them 0, which nothing is divided by.
 
         They are a column: of groups, where the elements fill theirs, or of elements.
         """

@@ -48,11 +48,11 @@ class LazyStorage:
         self._address = next(_addresses)
 
     def data_ptr(self) -> int:
-        """The address."""
+        """Return the address."""
         return self._address
 
     def nbytes(self) -> int:
-        """The size, in bytes."""
+        """Return the size, in bytes."""
         return self._num_bytes
 
 
@@ -280,12 +280,12 @@ class LazyTensor(torch.Tensor):
         return tree_unflatten(made, structure)
 
     def data_ptr(self) -> int:
-        """An address that only tensors of the same lazy storage can have."""
+        """Return an address that only tensors of the same lazy storage can have."""
         offset = int(self.storage_offset()) * self.element_size()
         return self._storage.data_ptr() + offset
 
     def untyped_storage(self) -> Any:
-        """The storage, as far as others need it to tell which tensors share it."""
+        """Return the storage, as far as others need it to tell which tensors share it."""
         return self._storage
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
@@ -301,7 +301,7 @@ class LazyTensor(torch.Tensor):
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values of any dense tensor, as consecutive contiguous CPU tensors.
+    """Yield the values of any dense tensor, as consecutive contiguous CPU tensors.
 
     They are computed as few at a time as can be.
     """
@@ -315,7 +315,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of any dense tensor on the device of its sources, in any layout.
+    """Return the values of any dense tensor on the device of its sources, in any layout.
 
     They are not to be written to.
     """
@@ -325,7 +325,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of any dense tensor, contiguous, on the CPU, without gradient.
+    """Return the values of any dense tensor, contiguous, on the CPU, without gradient.
 
     They may be a view, and are not to be written to.
     """
@@ -340,5 +340,5 @@ def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage_key(meta: torch.Tensor) -> Any:
-    """The key that tensors on the meta device share when they are views of one another."""
+    """Return the key that tensors on the meta device share when they are views of one another."""
     return meta.untyped_storage()._cdata
