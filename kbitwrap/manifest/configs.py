@@ -53,12 +53,12 @@ _VOLATILE_ADAPTER = (
 def model_record(twin: nn.Module, dtype: str | None) -> dict[str, Any]:
     """Record a twin; ``dtype`` is that of its first plain parameter."""
     configs = dict(_outermost_configs(twin))
-    settled = {fqn: _settled(one, _VOLATILE) for fqn, one in configs.items()}
+    settled = {fqn: _settled(_as_dict(one), _VOLATILE) for fqn, one in configs.items()}
     quantizations = {}
     for fqn, config in configs.items():
         own = getattr(config, "quantization_config", None)
         if own is not None:
-            quantizations[fqn] = _settled(own, _VOLATILE_QUANTIZATION)
+            quantizations[fqn] = _settled(_as_dict(own), _VOLATILE_QUANTIZATION)
 
     sha256 = _sha256(settled.get("", settled), sort_keys=True) if settled else None
     return {
@@ -112,32 +112,28 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return vars(config) if hasattr(config, "__dict__") else {"": config}
 
 
-def _settled(config: Any, volatile: tuple[str, ...]) -> Any:
-    """Return a config as JSON values without volatile keys, the same in every process."""
+def _settled(value: Any, volatile: tuple[str, ...]) -> Any:
+    """Return a config's values as JSON values without volatile keys, the same in every process."""
+    if isinstance(value, Mapping):
+        items = {str(key): item for key, item in value.items()}
+        return {
+            key: _settled(items[key], volatile)
+            for key in sorted(items)
+            if not key.startswith("_") and key not in volatile
+        }
 
-    def settle(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            items = {str(key): item for key, item in value.items()}
-            return {
-                key: settle(items[key])
-                for key in sorted(items)
-                if not key.startswith("_") and key not in volatile
-            }
+    if isinstance(value, (list, tuple)):
+        return [_settled(item, volatile) for item in value]
 
-        if isinstance(value, (list, tuple)):
-            return [settle(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted([_settled(item, volatile) for item in value], key=json.dumps)
 
-        if isinstance(value, (set, frozenset)):
-            return sorted([settle(item) for item in value], key=json.dumps)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
 
-        if isinstance(value, torch.dtype):
-            return dtype_name(value)
-
-        value = getattr(value, "value", value)  # of an enumeration
-        is_plain = value is None or isinstance(value, (str, int, float))
-        return value if is_plain else type(value).__name__
-
-    return settle(_as_dict(config))
+    value = getattr(value, "value", value)  # of an enumeration
+    is_plain = value is None or isinstance(value, (str, int, float))
+    return value if is_plain else type(value).__name__
 
 
 def _sha256(value: Any, **options: Any) -> str:

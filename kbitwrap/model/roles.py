@@ -167,8 +167,9 @@ def returns_float32(
     base = adapter.get_submodule("base_layer")
     try:
         plain: Any = nn.Module()
-        plain.out_features = adapter.out_features
-        plain.forward = lambda x: x.new_empty(*x.shape[:-1], plain.out_features)
+        plain.out_features = size = adapter.out_features
+        # of the size alone: with the layer itself it would be a cycle
+        plain.forward = lambda x: x.new_empty(*x.shape[:-1], size)
         with FakeCopyMode(fakes):
             copied = copy.deepcopy(adapter, {id(base): plain})
         if adapter_dtype is not None:
