@@ -80,7 +80,7 @@ def why_not_followed(path: Path, home: Path) -> str:
 
 
 def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]:
-    """Return the files to copy beside a merge's weights, and the names of those of the base that are left behind.
+    """Find the files to copy beside a merge's weights, and name those of the base that are left behind.
 
     All of the base's are copied that are no weights. What lies beside the adapter wins.
     """
@@ -88,21 +88,32 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
     of_adapter: dict[str, Path] = {}
     if adapter is not None:
         found, _ = _files_in(adapter)
-        modules = _folders_of_modules(found)
+        read = (_TEMPLATES, *_folders_of_modules(found))
         for name, path in found.items():
-            is_read = is_of_a_tokenizer(name) or name.startswith((_TEMPLATES, *modules))
+            is_read = is_of_a_tokenizer(name) or name.startswith(read)
             if is_read or name in of_base or name in _OF_SENTENCES:
                 of_adapter[name] = path
 
-    replaced = _replaced_kinds(of_base, of_adapter)
+    # the beginnings of the names that files of the base must not have beside those
+    replaced: list[str] = []
+    for kind in _TOGETHER:
+        if any(name.startswith(kind) for name in of_adapter):
+            replaced += kind
+    if _SETTINGS in of_adapter and read_json(of_adapter[_SETTINGS]).get(
+        "chat_template"
+    ):
+        replaced += _TOGETHER[1]
+    has_both = _VOCABULARY in of_base and _VOCABULARY in of_adapter
+    if has_both and _vocabulary_in(of_base) != _vocabulary_in(of_adapter):
+        names = {name for name in of_base if is_of_a_tokenizer(name)}
+        replaced += names.difference(*_TOGETHER[1:])
+
     files = dict(of_adapter)
     for name, path in of_base.items():
-        if name in files:
-            continue
-        if name.startswith(replaced):
+        if name not in files and name.startswith(tuple(replaced)):
             left.append(name)
         else:
-            files[name] = path
+            files.setdefault(name, path)
 
     return files, sorted(left)
 
@@ -149,31 +160,9 @@ def _folders_of_modules(files: Files) -> list[str]:
     return [f"{name}/" for name in found if isinstance(name, str)]
 
 
-def _replaced_kinds(of_base: Files, of_adapter: Files) -> tuple[str, ...]:
-    """Return the beginnings of the names that files of the base must not have beside those of the adapter."""
-    replaced: list[str] = []
-    for kind in _TOGETHER:
-        if any(name.startswith(kind) for name in of_adapter):
-            replaced += kind
-
-    settings = of_adapter.get(_SETTINGS)
-    if settings is not None and read_json(settings).get("chat_template"):
-        replaced += _TOGETHER[1]
-
-    both = [
-        files[_VOCABULARY] for files in (of_base, of_adapter) if _VOCABULARY in files
-    ]
-    vocabularies = [_vocabulary_in(path) for path in both]
-    if len(both) == 2 and vocabularies[0] != vocabularies[1]:
-        names = {name for name in of_base if is_of_a_tokenizer(name)}
-        replaced += names.difference(*_TOGETHER[1:])
-
-    return tuple(replaced)
-
-
-def _vocabulary_in(path: Path) -> Any:
-    """Return the vocabulary in a ``tokenizer.json``, without the tokens that were added to it."""
-    model = read_json(path).get("model")
+def _vocabulary_in(files: Files) -> Any:
+    """Read the vocabulary of a ``tokenizer.json``, without the tokens that were added to it."""
+    model = read_json(files[_VOCABULARY]).get("model")
     return model.get("vocab") if isinstance(model, dict) else None
 
 

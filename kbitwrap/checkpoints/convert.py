@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import filecmp
-import functools
 import json
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import StrPath
 from ..errors import ConfigError, ManifestMismatchError
@@ -24,7 +20,7 @@ from ..model.quantization import is_of_another_library
 from ..model.wrappers import canonical_fqn
 from ..reports import Differences, ExportReport, first_of
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
-from .beside import copy_files, walk_files, why_not_followed
+from .beside import are_copies, copy_files, walk_files, why_not_followed
 from .reader import (
     SavedCheckpoint,
     has_weights,
@@ -109,11 +105,12 @@ def convert_checkpoint(
     start = time.perf_counter()
     checkpoint = open_checkpoint(src)
     casts, chosen = _casts(checkpoint, manifest, like, dtype)
-    tensors = {
-        name: stored.lazy(casts.get(name))
-        for name, stored in checkpoint.tensors.items()
-    }
-    files = _as_safetensors(checkpoint)
+    tensors = {}
+    files: dict[str, list[str]] = {_file_name(old): [] for old in checkpoint.files}
+    for name, stored in checkpoint.tensors.items():
+        tensors[name] = stored.lazy(casts.get(name))
+        files[_file_name(stored.path.name)].append(name)
+
     if max_shard_size is not None:
         files = split_into_files(tensors, max_shard_size)
 
@@ -123,18 +120,33 @@ def convert_checkpoint(
     if checkpoint.index is not None:
         index = read_json(checkpoint.folder / checkpoint.index)
 
+    is_folder = checkpoint.path.is_dir()
+    copied = _other_files(checkpoint) if is_folder else {}
+
+    def is_replaced(found: Path) -> bool:
+        """Tell the files of a model, and those that were copied from the same checkpoint."""
+        if not found.is_file():
+            return False
+        if found.name in files or found.name == index_name:
+            return True
+        is_copy = are_copies(found, found.parent, copied)
+        return is_copy or (is_folder and is_of_a_model(found))
+
     with checkpoint_writer(
         dst,
         "convert",
         overwrite=overwrite,
         progress=None if progress is True else progress,
         sources=[src, like, manifest],
-        owns=functools.partial(_is_replaced, checkpoint, {*files, index_name}),
+        owns=is_replaced,
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
     ) as writer:
-        if checkpoint.path.is_dir():
-            _copy_rest(checkpoint, writer.folder)
-            _write_config(checkpoint, writer.folder, chosen)
+        copy_files(copied, writer.folder)
+        keys = [key for key in ("dtype", "torch_dtype") if key in checkpoint.config]
+        if is_folder and keys and chosen not in (None, checkpoint.dtype):
+            config = {**checkpoint.config, keys[0]: dtype_name(chosen)}
+            text = json.dumps(config, indent=2) + "\n"
+            (writer.folder / _CONFIG).write_text(text, encoding="utf-8")
         writer.save(tensors, files, checkpoint.metadata, index_name, index)
 
     return ExportReport(
@@ -148,38 +160,26 @@ def convert_checkpoint(
     )
 
 
-def _as_safetensors(checkpoint: SavedCheckpoint) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file.
-
-    Those of ``torch.save`` become safetensors files.
-    """
-    files: dict[str, list[str]] = {_file_name(old): [] for old in checkpoint.files}
-    for name, stored in checkpoint.tensors.items():
-        files[_file_name(stored.path.name)].append(name)
-
-    return files
-
-
 def _file_name(old: str) -> str:
+    """Return the name of the safetensors file that a file of weights becomes."""
     return re.sub(r"^(?:pytorch_)?(.*)\.bin$", r"\1.safetensors", old)
 
 
-def _is_replaced(
-    checkpoint: SavedCheckpoint, written: Collection[str | None], found: Path
-) -> bool:
-    """Return whether overwriting replaces a file: one of a model, or one that was copied from the same checkpoint."""
-    if not found.is_file():
-        return False
+def _other_files(checkpoint: SavedCheckpoint) -> dict[str, Path]:
+    """Find every file that holds no weights; a link that leads out of the checkpoint is refused."""
+    home = checkpoint.folder
+    files = {}
+    for path in walk_files(home):
+        name = path.relative_to(home).as_posix()
+        if name in checkpoint.files or name == checkpoint.index or not path.exists():
+            continue
+        why = why_not_followed(path, home)
+        if why:
+            raise ConfigError(f"{path}: {why}; put a copy in its place, or remove it")
+        if path.is_file():
+            files[name] = path
 
-    if found.name in written:
-        return True
-
-    if checkpoint.path.is_file():
-        return False
-
-    source = checkpoint.folder / found.name
-    is_copy = source.is_file() and filecmp.cmp(found, source, shallow=False)
-    return is_copy or is_of_a_model(found)
+    return files
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -194,8 +194,7 @@ def _casts(
     dtype: torch.dtype | str | None,
 ) -> tuple[_DTypes, torch.dtype | None]:
     """Return the dtypes to cast tensors to, by name, and the dtype for the config, if it is known."""
-    given = [source for source in (manifest, like, dtype) if source is not None]
-    if len(given) > 1:
+    if sum(source is not None for source in (manifest, like, dtype)) > 1:
         raise ConfigError(
             "expected at most one source of dtypes: a manifest, a reference or a dtype"
         )
@@ -240,7 +239,10 @@ def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _DTypes:
 def _casts_by_reference(
     checkpoint: SavedCheckpoint, path: Path
 ) -> tuple[_DTypes, torch.dtype | None]:
-    """Return the casts to the dtypes of a reference's tensors, or of the config alone."""
+    """Return the casts to the dtypes of a reference's tensors, or of the config alone.
+
+    Raise where a float32 tensor has another shape than that of its name there.
+    """
     config_path = path / _CONFIG
     if os.path.isdir(path) and not has_weights(path) and config_path.is_file():
         path = config_path
@@ -250,33 +252,18 @@ def _casts_by_reference(
     else:
         reference = open_checkpoint(path)
 
-    _refuse_other_shapes(checkpoint, reference)
-    chosen = reference.dtype or checkpoint.dtype
-    originals = _loaded(checkpoint, chosen) if chosen in HALF_DTYPES else {}
-    for name, stored in reference.tensors.items():
-        originals[canonical_fqn(name)] = stored
-
-    return _casts_to(checkpoint, originals, chosen), chosen
-
-
-def _refuse_other_shapes(
-    checkpoint: SavedCheckpoint, reference: SavedCheckpoint
-) -> None:
-    """Raise where a float32 tensor has another shape than that of its name in a reference.
-
-    A packed 4-bit weight, which may lie in floating-point storage, has no shape to compare.
-    """
-    originals: _Originals = {}
-    for name, stored in reference.tensors.items():
-        if stored.dtype.is_floating_point and f"{name}.absmax" not in reference.tensors:
-            originals[canonical_fqn(name)] = stored
-
-    different: dict[str, dict[str, tuple[Any, Any]]] = {}
-    for name, stored in checkpoint.tensors.items():
-        original = _original(name, originals)
-        is_compared = original is not None and stored.dtype == torch.float32
-        if is_compared and stored.shape != original.shape:
-            different[name] = {"shape": (original.shape, stored.shape)}
+    stored = reference.tensors
+    references = {canonical_fqn(name): one for name, one in stored.items()}
+    different: dict[str, Any] = {}
+    for name, found in checkpoint.tensors.items():
+        original = _original(name, references)
+        if original is None or found.dtype != torch.float32:
+            continue
+        # a packed 4-bit weight, which may lie in floating-point storage, has no shape to compare
+        is_packed = f"{original.name}.absmax" in stored
+        is_compared = original.dtype.is_floating_point and not is_packed
+        if is_compared and found.shape != original.shape:
+            different[name] = {"shape": (original.shape, found.shape)}
 
     if different:
         lines = first_of(Differences(different).lines(), 3, "; ")
@@ -284,6 +271,10 @@ def _refuse_other_shapes(
             f"{reference.path} is not a checkpoint of the model in {checkpoint.path}, for it has other shapes: "
             f"{lines}; nothing was written: give the model that was prepared, or a dtype"
         )
+
+    chosen = reference.dtype or checkpoint.dtype
+    loaded = _loaded(checkpoint, chosen) if chosen in HALF_DTYPES else {}
+    return _casts_to(checkpoint, {**loaded, **references}, chosen), chosen
 
 
 def _casts_to(
@@ -350,14 +341,14 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
 
     Raises where a checkpoint is not of its model.
     """
-    recorded = {
-        fqn: _meta_tensor(record.shape, parse_dtype(record.original_dtype))
-        for fqn, record in manifest.tensors.items()
-    }
+    recorded = {}
+    for fqn, record in manifest.tensors.items():
+        dtype = parse_dtype(record.original_dtype)
+        recorded[fqn] = torch.empty(record.shape, dtype=dtype, device="meta")
     originals = _by_all_names(checkpoint.meta_model(), recorded)
 
     unexpected: list[str] = []
-    different: dict[str, dict[str, tuple[Any, Any]]] = {}
+    different: dict[str, Any] = {}
     for name, stored in checkpoint.tensors.items():
         original = _original(name, originals)
         if original is None:
@@ -393,52 +384,5 @@ def _by_all_names(model: Any, tensors: _Originals) -> _Originals:
 
     from transformers.core_model_loading import revert_weight_conversion
 
-    plain = {
-        fqn: _meta_tensor(tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()
-    }
+    plain = {fqn: torch.empty_like(one, device="meta") for fqn, one in tensors.items()}
     return {**revert_weight_conversion(model, plain), **tensors}
-
-
-def _meta_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-# ----------------------------------------------------------------------------------------------------
-# The other files.
-# ----------------------------------------------------------------------------------------------------
-
-
-def _write_config(
-    checkpoint: SavedCheckpoint, folder: Path, dtype: torch.dtype | None
-) -> None:
-    """Write the config with the original dtype, where that is known and another."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in checkpoint.config]
-    if dtype is None or checkpoint.dtype == dtype or not keys:
-        return
-
-    config = {**checkpoint.config, keys[0]: dtype_name(dtype)}
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / _CONFIG).write_text(text, encoding="utf-8")
-
-
-def _copy_rest(checkpoint: SavedCheckpoint, target: Path) -> None:
-    """Copy every file that holds no weights.
-
-    A link that leads out of the checkpoint is refused.
-    """
-    home = checkpoint.folder
-    weights = [home / file for file in checkpoint.files]
-    if checkpoint.index is not None:
-        weights.append(home / checkpoint.index)
-
-    files = {}
-    for source in walk_files(home):
-        if source in weights or not source.exists():
-            continue
-        why = why_not_followed(source, home)
-        if why:
-            raise ConfigError(f"{source}: {why}; put a copy in its place, or remove it")
-        if source.is_file():
-            files[source.relative_to(home).as_posix()] = source
-
-    copy_files(files, target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import functools
 import json
@@ -13,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,49 +66,43 @@ class StoredTensor:
     num_bytes: int
 
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
-        """Return the values, read when they are asked for and rounded to a dtype.
+        """Return the values, which are read when they are asked for and rounded to a dtype.
 
-        `ExportError` is raised then if one is too large.
+        Nothing is mapped, because a mapped file counts as memory in use. `ExportError`
+        is raised where a value is too large for the dtype.
         """
         kept = dtype or self.dtype
-        pieces = functools.partial(self._pieces, kept)
+
+        def pieces() -> Iterator[Tensor]:
+            left = self.num_bytes
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                while left:
+                    size = min(left, _PIECE)
+                    data = bytearray(file.read(size))
+                    if len(data) < size:
+                        why = "the file became shorter while it was read"
+                        raise OSError(errno.EIO, why, str(self.path))
+
+                    read = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)
+                    rounded = read.to(kept)
+                    # bfloat16 has nearly the range of float32: larger values round to
+                    # infinity as they should.
+                    is_narrow = kept == torch.float16
+                    if is_narrow and rounded.isinf().sum() > read.isinf().sum():
+                        raise ExportError(
+                            f"{self.name}: a value is too large for {kept}, whose largest is 65504; convert to "
+                            "bfloat16",
+                            fqn=self.name,
+                        )
+                    yield rounded
+                    left -= size
 
         def compute() -> Tensor:
             nothing = torch.empty(0, dtype=kept, device="cpu")
             return torch.cat([nothing, *pieces()]).view(self.shape)
 
         return LazyTensor(self.shape, kept, compute, pieces)
-
-    def _pieces(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Read a little at a time.
-
-        Nothing is mapped, because a mapped file counts as memory in use.
-        """
-        left = self.num_bytes
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            while left:
-                size = min(left, _PIECE)
-                data = bytearray(file.read(size))
-                if len(data) < size:
-                    why = "the file became shorter while it was read"
-                    raise OSError(errno.EIO, why, str(self.path))
-
-                values = torch.frombuffer(data, dtype=torch.uint8)
-                yield self._rounded(values.view(self.dtype), dtype)
-                left -= size
-
-    def _rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        rounded = values.to(dtype)
-        # bfloat16 has nearly the range of float32: larger values round to infinity
-        # as they should.
-        if dtype == torch.float16 and rounded.isinf().sum() > values.isinf().sum():
-            raise ExportError(
-                f"{self.name}: a value is too large for {dtype}, whose largest is 65504; convert to bfloat16",
-                fqn=self.name,
-            )
-
-        return rounded
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,15 @@ class SavedCheckpoint:
         fqns = {canonical_fqn(name) for name in self.tensors}
         found = set()
         for name in self.tensors:
-            if is_trained_copy(name) or _is_beside(name, fqns):
+            owner, _, last = canonical_fqn(name).rpartition(".")
+            if last in EIGHT_BIT_STATE:
+                owner = f"{owner}.weight"
+
+            is_beside = is_trained_copy(name) or owner in fqns
+            while owner and not is_beside:
+                owner, _, _ = owner.rpartition(".")
+                is_beside = f"{owner}.weight" in fqns
+            if is_beside:
                 found.add(name)
 
         return found
@@ -206,8 +207,17 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
     elif os.path.isdir(found):
         folder = found
         names, index = _weight_files(folder)
+        adapters = sorted(path.name for path in folder.glob(f"{_ADAPTER}*"))
+        if adapters and not names:
+            raise ConfigError(
+                f"{folder}: expected model weights, found only an adapter ({adapters[0]!r}); give the folder of its "
+                "base"
+            )
         if not names:
-            _refuse_without_weights(folder)
+            raise ConfigError(
+                f"{folder}: expected model weights (model.safetensors, pytorch_model.bin, an index of either, or "
+                "other .safetensors files), found none"
+            )
     else:
         raise ConfigError(f"there is no checkpoint at {str(found)!r}")
 
@@ -230,8 +240,25 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
                     f"{folder / index}: names the tensor {name!r}, which none of its files holds"
                 )
 
+    # Tensors that share another's bytes, as in files of ``torch.save``, and are tied to
+    # it by loading, are left out.
     checkpoint = SavedCheckpoint(found, folder, names, tensors, index, config)
-    return _without_ties(checkpoint)
+    places = {}
+    for name, stored in tensors.items():
+        place = (stored.path, stored.start, stored.shape)
+        places[canonical_fqn(name)] = (place, name)
+
+    if len({place for place, _ in places.values()}) < len(places):
+        for first, *others in checkpoint.ties(checkpoint.meta_model()):
+            for fqn in others:
+                if (
+                    fqn in places
+                    and first in places
+                    and places[fqn][0] == places[first][0]
+                ):
+                    del tensors[places[fqn][1]]
+
+    return checkpoint
 
 
 def expect_file_of_weights(path: Path) -> None:
@@ -240,27 +267,6 @@ def expect_file_of_weights(path: Path) -> None:
         raise ConfigError(
             f"{str(path)!r}: expected a folder, or a .safetensors or .bin file"
         )
-
-
-def _without_ties(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
-    """Leave out tensors that share another's bytes, as in files of ``torch.save``, and are tied to it by loading."""
-    names: dict[str, str] = {}
-    places = {}
-    for name, stored in checkpoint.tensors.items():
-        fqn = canonical_fqn(name)
-        names[fqn] = name
-        places[fqn] = (stored.path, stored.start, stored.shape)
-
-    if len(set(places.values())) == len(places):
-        return checkpoint
-
-    tensors = dict(checkpoint.tensors)
-    for first, *others in checkpoint.ties(checkpoint.meta_model()):
-        for fqn in others:
-            if fqn in places and places[fqn] == places.get(first):
-                del tensors[names[fqn]]
-
-    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def tied_names(model: Any) -> list[list[str]]:
@@ -382,19 +388,6 @@ def _files_in_index(path: Path) -> list[str]:
 
 def _are_names(found: Collection[Any]) -> bool:
     return all(isinstance(name, str) for name in found)
-
-
-def _refuse_without_weights(folder: Path) -> NoReturn:
-    adapters = sorted(path.name for path in folder.glob(f"{_ADAPTER}*"))
-    if adapters:
-        raise ConfigError(
-            f"{folder}: expected model weights, found only an adapter ({adapters[0]!r}); give the folder of its base"
-        )
-
-    raise ConfigError(
-        f"{folder}: expected model weights (model.safetensors, pytorch_model.bin, an index of either, or other "
-        ".safetensors files), found none"
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -537,20 +530,3 @@ def _read_pickled(path: Path) -> list[StoredTensor]:
 def is_trained_copy(name: str) -> bool:
     """Return whether a stored tensor, by its name, is a copy of a base tensor that PEFT trained."""
     return _TRAINED_COPY.search(f".{name}") is not None
-
-
-def _is_beside(name: str, known: Collection[str]) -> bool:
-    """Whether a tensor is an adapter's or quantization state: its name is below a known tensor's, or its module's."""
-    owner, _, last = canonical_fqn(name).rpartition(".")
-    if last in EIGHT_BIT_STATE:
-        owner = f"{owner}.weight"
-
-    if owner in known:
-        return True
-
-    while owner:
-        owner, _, _ = owner.rpartition(".")
-        if f"{owner}.weight" in known:
-            return True
-
-    return False

@@ -72,7 +72,19 @@ def staged(
         _refuse_strange(target, where, owns, overwrite)
         # in one step where the system can, else file by file
         outside = _moved_out(hidden, target)
-        if outside is None or not _took_place(outside / _NEW, target):
+        is_there = False
+        if outside is not None and os.path.lexists(target) and any(target.iterdir()):
+            is_there = _exchange(outside / _NEW, target)
+        elif outside is not None:
+            try:
+                # takes the place of an empty folder, and of nothing else
+                os.rename(outside / _NEW, target)
+                is_there = True
+            except OSError as error:
+                if error.errno not in _IN_PLACE:
+                    raise
+                target.mkdir(exist_ok=True)
+        if not is_there:
             _move_in(outside or hidden, target)
 
 
@@ -136,45 +148,35 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
 
 
 def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None:
-    """Raise where a destination is, holds or lies in one of the sources.
-
-    It may do so by whatever link or mount.
-    """
-    for source in sources:
-        if not isinstance(source, (str, os.PathLike)):
+    """Raise where a destination is, holds or lies in one of the sources, by whatever link or mount."""
+    around = _identities([target, *target.parents])
+    for given in sources:
+        if not isinstance(given, (str, os.PathLike)):
             continue
-        lies_in = _identities([source]) & _identities([target, *target.parents])
-        holds = _identities([target]) & _identities(_folders_around(source))
-        if lies_in or holds:
+        source = os.fspath(given)
+        # the source, what links in it lead to, and the folders that hold any of these
+        read = [source] if os.path.exists(source) else []
+        if os.path.isdir(source):
+            read += [entry.path for entry in os.scandir(source) if entry.is_symlink()]
+        holding: list[Path] = []
+        for path in read:
+            holding += Path(os.path.realpath(path)).parents
+        lies_in = _identities([source]) & around
+        if lies_in or _identities([target]) & _identities(holding):
             raise ExportError(
-                f"{where}: is, holds or lies in {os.fspath(source)!r}, which is read; "
+                f"{where}: is, holds or lies in {source!r}, which is read; "
                 "nothing was written: choose a destination outside"
             )
 
 
 def _identities(paths: Iterable[StrPath]) -> set[tuple[int, int]]:
-    """Return the device and inode of each path that is there.
-
-    They tell it from all others.
-    """
+    """Return the device and inode of each path that is there, which tell it from all others."""
     found = set()
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             status = os.stat(path)
             found.add((status.st_dev, status.st_ino))
     return found
-
-
-def _folders_around(source: StrPath) -> list[Path]:
-    """Return the folders that hold a source, or a file that a link in it leads to.
-
-    There are none where nothing is there.
-    """
-    read = [os.fspath(source)] if os.path.exists(source) else []
-    if os.path.isdir(source):
-        read += [entry.path for entry in os.scandir(source) if entry.is_symlink()]
-    real = [Path(os.path.realpath(path)) for path in read]
-    return [folder for path in real for folder in path.parents]
 
 
 # --------------------------------------------------------------------------------------
@@ -196,7 +198,15 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         home = target if target.is_dir() else target.parent
-        _recover(target, prefix)
+        # the hidden folders that killed processes left, beside the destination or in it
+        found = [*target.parent.glob(f"{prefix}*"), *target.glob(f"{prefix}*")]
+        for leftover in found if sys.platform != "win32" else []:
+            with contextlib.suppress(PermissionError):  # another user's
+                lock = _lock(leftover)
+            if lock is not None:
+                _clear(leftover.name, target)
+                os.close(lock)
+                lock = None
         # another one where it was taken for a leftover before it was locked
         while lock is None:
             hidden = home / f"{prefix}{secrets.token_hex(8)}"
@@ -236,26 +246,18 @@ def _resolved(path: StrPath) -> Path:
     except ValueError as error:  # a NUL
         raise ExportError(f"{os.fspath(path)!r}: not a valid path: {error}") from error
 
+    # A base that was given by its name lies in the cache, and so do others' models.
+    cache = Path(os.path.realpath(constants.HF_HUB_CACHE))
     for folder in (target, *target.parents):
-        if _is_cached(folder):
+        has_blobs = os.path.isdir(folder / "blobs") or os.path.isdir(folder / "refs")
+        is_repository = os.path.isdir(folder / "snapshots") and has_blobs
+        if folder == cache or is_repository:
             raise ExportError(
                 f"{os.fspath(path)}: {os.fspath(folder)!r} is the hub's cache, from which "
                 "other programs load; nothing was written: choose a destination outside"
             )
 
     return target
-
-
-def _is_cached(folder: Path) -> bool:
-    """Return whether a folder is the cache of the hub's client, or what one keeps of a repository.
-
-    A base that was given by its name lies in one, and so do others' models.
-    """
-    if folder == Path(os.path.realpath(constants.HF_HUB_CACHE)):
-        return True
-
-    there = [os.path.isdir(folder / name) for name in ("snapshots", "blobs", "refs")]
-    return there[0] and any(there[1:])
 
 
 def _lock(folder: Path) -> int | None:
@@ -277,25 +279,6 @@ def _lock(folder: Path) -> int | None:
         os.close(descriptor)
 
     return None
-
-
-def _recover(target: Path, prefix: str) -> None:
-    """Clear the hidden folders that killed processes left.
-
-    They are beside a destination, or in it.
-    """
-    if sys.platform == "win32":
-        return
-
-    for leftover in (*target.parent.glob(f"{prefix}*"), *target.glob(f"{prefix}*")):
-        lock = None
-        with contextlib.suppress(PermissionError):  # another user's
-            lock = _lock(leftover)
-        if lock is not None:
-            try:
-                _clear(leftover.name, target)
-            finally:
-                os.close(lock)
 
 
 def _clear(name: str, target: Path) -> None:
@@ -342,26 +325,6 @@ def _moved_out(hidden: Path, target: Path) -> Path | None:
         return None
 
     return outside
-
-
-def _took_place(folder: Path, target: Path) -> bool:
-    """Put a folder at a destination in one step.
-
-    It is false where no folder can be renamed to it; the destination is as it was then.
-    """
-    if os.path.lexists(target) and any(target.iterdir()):
-        return _exchange(folder, target)
-
-    try:
-        # takes the place of an empty folder, and of nothing else
-        os.rename(folder, target)
-    except OSError as error:
-        if error.errno not in _IN_PLACE:
-            raise
-        target.mkdir(exist_ok=True)
-        return False
-
-    return True
 
 
 def _move_in(hidden: Path, target: Path) -> None:

@@ -112,11 +112,12 @@ class CheckpointWriter:
 
         An index is written where there are several files, or it is named.
         """
+        where = {}
         for file, names in files.items():
             chosen = {name: tensors[name] for name in names}
-            write_safetensors(
-                self.folder / file, chosen, metadata, progress=self.progress
-            )
+            path = self.folder / file
+            write_safetensors(path, chosen, metadata, progress=self.progress)
+            where.update(dict.fromkeys(chosen, file))
             self.num_tensors += len(chosen)
             self.num_bytes += sum(tensor.nbytes for tensor in chosen.values())
 
@@ -125,7 +126,6 @@ class CheckpointWriter:
 
         content = dict(index or {})
         old = content.get("metadata", {})
-        where = {name: file for file, names in files.items() for name in names}
         content["metadata"] = {**old, "total_size": self.num_bytes}
         content["weight_map"] = where
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -133,12 +133,9 @@ class CheckpointWriter:
 
 
 def is_of_a_model(path: Path) -> bool:
-    """Return whether a path is that of a file, by its name, of a model's checkpoint, which another one replaces."""
-    if not path.is_file():
-        return False
-
+    """Tell whether a path is a file, by its name, of a model's checkpoint, which another one replaces."""
     is_small = path.name in _CONFIGS or is_of_a_tokenizer(path.name)
-    return is_small or _WEIGHTS.fullmatch(path.name) is not None
+    return path.is_file() and (is_small or bool(_WEIGHTS.fullmatch(path.name)))
 
 
 def is_of_a_tokenizer(name: str) -> bool:
@@ -273,31 +270,25 @@ def _write(file: io.FileIO, data: Any, progress: Progress | None) -> None:
             progress(num_bytes)
 
 
-def _refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
-    code = _CODES.get(tensor.dtype)
-    found = ""
-    if tensor.layout != torch.strided:
-        found = f"layout {tensor.layout}"
-    elif code is None:
-        found = f"dtype {tensor.dtype}"
-    elif code == TWO_A_BYTE and not tensor.shape:
-        found = f"shape () and dtype {tensor.dtype}"
-
-    if found:
-        raise ExportError(
-            f"{name}: safetensors files cannot hold tensors of {found}; convert it "
-            "first",
-            fqn=name,
-        )
-
-
 def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]]:
     """Return the bytes before the tensors, and each tensor's offset after them.
 
     The offsets are in the order of the file.
     """
     for name, tensor in tensors.items():
-        _refuse_unsupported(name, tensor)
+        found = ""
+        if tensor.layout != torch.strided:
+            found = f"layout {tensor.layout}"
+        elif tensor.dtype not in _CODES:
+            found = f"dtype {tensor.dtype}"
+        elif _CODES[tensor.dtype] == TWO_A_BYTE and not tensor.shape:
+            found = f"shape () and dtype {tensor.dtype}"
+        if found:
+            raise ExportError(
+                f"{name}: safetensors files cannot hold tensors of {found}; convert it "
+                "first",
+                fqn=name,
+            )
 
     entries: dict[str, object] = {}
     if metadata is not None:
@@ -307,16 +298,12 @@ def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]
     end = 0
     for name in sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name)):
         tensor = tensors[name]
-        offsets[name] = end
-        end += tensor.nbytes
+        offsets[name], end = end, end + tensor.nbytes
         code, shape = _CODES[tensor.dtype], [*tensor.shape]
         if code == TWO_A_BYTE:
             shape[-1] *= 2
-        entries[name] = {
-            "dtype": code,
-            "shape": shape,
-            "data_offsets": [offsets[name], end],
-        }
+        place = [offsets[name], end]
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": place}
 
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
