@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from unittest import mock
 
 from peft import get_peft_model_state_dict
@@ -129,9 +129,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         }
         return {"args": args, "attributes": {}, "preparation": essence}
 
-    def on_init_end(
-        self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, *args: Any, model: _Model = None, **kwargs: Any) -> None:
         """Adopt the model that was made from the prepared one, and record a base that will be trained itself."""
         prepared = self._wrapper(model)
         if prepared is None:
@@ -151,11 +149,26 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
-        # Above step 0, training is resumed.
-        expected = self._expected(args, state) if state.global_step else None
         prepared = self._wrapper(model)
-        if prepared is None and expected is not None:
-            self._refuse(args, state, expected, None)
+        if prepared is not None:
+            if prepared.state is not LifecycleState.PREPARED:
+                raise StateError(
+                    "training was started while the model is suspended, as after an evaluation that raised. No step "
+                    "was taken, but a checkpoint may have been loaded and an optimizer created in that state. Call "
+                    "prepared.resume(), make a new Trainer, and train",
+                    state=prepared.state,
+                    expected=(LifecycleState.PREPARED,),
+                )
+            self._resume = None
+            _refuse_sharded_integers(model)
+            if args.save_strategy != "no" or state.global_step:
+                _refuse_lost_adapters(model)
+            _refuse_other_dtypes(prepared, model)
+
+        # on all ranks, which read a sharded model together
+        self._manifest = None if prepared is None else _manifest_of(prepared)
+        if state.global_step:  # training is resumed
+            self._compare(args, state)
         if prepared is None:
             found = "is not prepared"
             if self.prepared is not None:
@@ -165,30 +178,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 "train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
                 expected=(LifecycleState.PREPARED,),
             )
-        if prepared.state is not LifecycleState.PREPARED:
-            raise StateError(
-                "training was started while the model is suspended, as after an evaluation that raised. No step was "
-                "taken, but a checkpoint may have been loaded and an optimizer created in that state. Call "
-                "prepared.resume(), make a new Trainer, and train",
-                state=prepared.state,
-                expected=(LifecycleState.PREPARED,),
-            )
-        self._resume = None
-        _refuse_sharded_integers(model)
-        if args.save_strategy != "no" or state.global_step:
-            _refuse_lost_adapters(model)
-        _refuse_other_dtypes(prepared, model)
-        # on all ranks, which read a sharded model together
-        self._manifest = _manifest_of(prepared)
-        if expected is not None and self._manifest.diff_essence(expected):
-            self._refuse(args, state, expected, self._manifest)
-        if expected is None and state.global_step:
-            warnings.warn(
-                f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base was "
-                "prepared in the same way, the losses will differ from those of the first run",
-                UserWarning,
-                stacklevel=2,
-            )
+
         # A checkpoint that was saved without this callback has no place for it.
         vars(state)["stateful_callbacks"][type(self).__name__] = self.state()
         self._suspend_for(args.eval_on_start, model, optimizer)
@@ -216,24 +206,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     on_step_begin = on_train_end = _expect_evaluated
 
     def on_pre_optimizer_step(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, *args: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Keep the values that the step will update, where lost updates are counted."""
         if self.count_lost_updates:
             self._lost_updates.before_step(optimizer)
 
     def on_optimizer_step(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, *args: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Count the updates that the step lost."""
         if self.count_lost_updates:
@@ -271,7 +251,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     on_epoch_end = on_step_end
 
     def on_prediction_step(
-        self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
+        self, *args: Any, model: _Model = None, **kwargs: Any
     ) -> None:
         """Refuse to evaluate the prepared model where the original state is to be evaluated."""
         prepared = _prepared(model)
@@ -285,13 +265,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.SUSPENDED,),
             )
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Resume after the evaluation."""
         if self._resume is not None:
             self._resume()
@@ -334,44 +308,39 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             return found
         return None
 
-    def _expected(
-        self, args: TrainingArguments, state: TrainerState
-    ) -> dict[str, Any] | None:
-        """Read the essence recorded with the checkpoint that is resumed, if there is one."""
+    def _compare(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
         # The states of callbacks stand by the name of their class, which may have been
         # derived from this one; those of several callbacks of one class are a list.
+        expected = None
         for saved in vars(state)["stateful_callbacks"].values():
-            states = saved if isinstance(saved, list) else [saved]
-            for one in states:
+            for one in saved if isinstance(saved, list) else [saved]:
                 essence = one.get("preparation") if isinstance(one, dict) else None
-                if isinstance(essence, dict):
-                    return essence
+                if expected is None and isinstance(essence, dict):
+                    expected = essence
 
-        path = self._manifest_path(args, state)
-        return None if path is None else Manifest.load(path).essence()
-
-    def _manifest_path(
-        self, args: TrainingArguments, state: TrainerState
-    ) -> Path | None:
-        """Find the manifest in the folder that was probably resumed from, if there is one."""
+        # the folder that was probably resumed from
         folders = _checkpoint_folders(args, state)
         if args.resume_from_checkpoint:
             folders.insert(0, Path(args.resume_from_checkpoint))
-        for folder in folders:
-            path = folder / self.manifest_name
-            if path.is_file():
-                return path
-        return None
+        paths = [folder / self.manifest_name for folder in folders]
+        path = next((path for path in paths if path.is_file()), None)
 
-    def _refuse(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        expected: dict[str, Any],
-        manifest: Manifest | None,
-    ) -> NoReturn:
-        """Raise with the differences, those of tensors too if the checkpoint's own manifest is found."""
-        path = self._manifest_path(args, state)
+        if expected is None and path is not None:
+            expected = Manifest.load(path).essence()
+        if expected is None:
+            if self._manifest is not None:
+                warnings.warn(
+                    f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base "
+                    "was prepared in the same way, the losses will differ from those of the first run",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            return
+        if self._manifest is not None and not self._manifest.diff_essence(expected):
+            return
+
+        # The differences are those of tensors too where the checkpoint's own manifest is found.
         recorded = None
         where = f"the checkpoint's {self.manifest_name}"
         if path is not None:
@@ -382,8 +351,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                     recorded, where = found_there, repr(str(path))
 
         found = ManifestDiff({"": {"prepared": (True, False)}})
-        if manifest is not None:
-            found = manifest.diff_essence(expected, recorded)
+        if self._manifest is not None:
+            found = self._manifest.diff_essence(expected, recorded)
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
             f"{found.summary()}. No step was taken. Load that base again and prepare it with "
@@ -509,24 +478,17 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
             stack.callback(trainer.remove_callback, callback)
         stack.enter_context(prepared)
         if prepared.config.adapter_dtype is not None:
-            stack.enter_context(_adopting_before_the_optimizer(trainer, prepared))
+            # PEFT loads adapters in float32 to resume
+            create: Any = trainer.create_optimizer
+
+            def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+                if _has_adapters(trainer.model):
+                    prepared.adopt(cast("nn.Module", trainer.model))
+                return create(*args, **kwargs)
+
+            patch = mock.patch.object(trainer, "create_optimizer", create_optimizer)
+            stack.enter_context(patch)
         yield prepared
-
-
-@contextlib.contextmanager
-def _adopting_before_the_optimizer(
-    trainer: Trainer, prepared: KbitPreparedModel
-) -> Iterator[None]:
-    """Adopt the trainer's model whenever it makes an optimizer: PEFT loads adapters in float32 to resume."""
-    create: Any = trainer.create_optimizer
-
-    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
-        if _has_adapters(trainer.model):
-            prepared.adopt(cast("nn.Module", trainer.model))
-        return create(*args, **kwargs)
-
-    with mock.patch.object(trainer, "create_optimizer", create_optimizer):
-        yield
 
 
 def _refuse_sharded_integers(model: nn.Module) -> None:
