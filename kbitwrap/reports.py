@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import Different
 
@@ -52,11 +52,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Write rows as aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for first, *others in rows:
-        line = first.ljust(widths[0])
-        for cell, width in zip(others, widths[1:], strict=True):
-            line += f"  {cell:>{width}}"
-        lines.append(line)
+    for row in rows:
+        _, *others = map(str.rjust, row, widths)
+        lines.append("  ".join([row[0].ljust(widths[0]), *others]))
     return "\n".join(lines)
 
 
@@ -135,9 +133,10 @@ class Report:
         longest = max(sum(bar.sizes) for bar in bars) or 1
         rows = ""
         for bar in bars:
-            cells = [html.escape(bar.name), "", html.escape(bar.text)]
+            parts = ""
             for size, color in zip(bar.sizes, _COLORS, strict=False):
-                cells[1] += _BAR.format(_LONGEST_BAR * size / longest, color)
+                parts += _BAR.format(_LONGEST_BAR * size / longest, color)
+            cells = (html.escape(bar.name), parts, html.escape(bar.text))
             rows += f"<tr>{''.join(map(_CELL.format, cells))}</tr>"
 
         title, *below = [html.escape(line) for line in (repr(self), *self._lines())]
@@ -218,7 +217,6 @@ class Differences(Report):
 
     _empty = "no difference"
     _whole = ""
-    _text: ClassVar[Any] = staticmethod(shown)  # how a message shows a value
 
     def __bool__(self) -> bool:
         return bool(self.different or self.missing or self.unexpected)
@@ -229,7 +227,7 @@ class Differences(Report):
         for fqn, rows in self.different.items():
             where = f"{fqn}: " if fqn else self._whole
             for what, (expected, found) in rows.items():
-                told = f"expected {self._text(expected)}, found {self._text(found)}"
+                told = f"expected {shown(expected)}, found {shown(found)}"
                 lines.append(f"{where}{what}: {told}")
 
         lines += [f"{fqn}: missing" for fqn in self.missing]
@@ -269,7 +267,6 @@ class StateDiff(Differences):
 
     _empty = "as preparation left it"
     _whole = "the model: "
-    _text = staticmethod(str)
 
     @property
     def differences(self) -> Different:
@@ -400,9 +397,10 @@ class ExportReport(Report):
 
     def __str__(self) -> str:
         # codes are rounded at random
-        has_codes = any(tensor.bits <= 8 for tensor in self.tensors.values())
+        tensors = self.tensors.values()
+        has_codes = any(tensor.bits <= 8 for tensor in tensors)
         random = " (random: it cancels in a layer's sums)" if has_codes else ""
-        num_clipped = sum(tensor.num_clipped for tensor in self.tensors.values())
+        num_clipped = sum(tensor.num_clipped for tensor in tensors)
         parts = [
             f"{self.num_tensors} tensors",
             f"{self.num_bytes:,} bytes",

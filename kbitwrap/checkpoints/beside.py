@@ -56,7 +56,7 @@ Files = Mapping[str, Path]
 
 
 def walk_files(home: Path) -> Iterator[Path]:
-    """Yield the files in a folder and those below it, and links to folders, which are not followed."""
+    """Yield the files in a folder and below it, and links to folders, which are not followed."""
     for place, folders, files in os.walk(home):
         folders[:] = [name for name in folders if not _NOT_COPIED.fullmatch(name)]
         links = [name for name in folders if Path(place, name).is_symlink()]
@@ -65,7 +65,7 @@ def walk_files(home: Path) -> Iterator[Path]:
 
 
 def why_not_followed(path: Path, home: Path) -> str:
-    """Why a link in a folder, or in the hub's cache, must not be followed; ``""`` where it may be, or is none."""
+    """Say why a link in a folder, or in the hub's cache, must not be followed; ``""`` where it may be, or is none."""
     folder = home.resolve()
     is_snapshot = folder.parent.name == "snapshots"
     cache = folder.parent.parent / "blobs" if is_snapshot else folder
@@ -119,7 +119,7 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
 
 
 def _files_in(folder: Path | None) -> tuple[dict[str, Path], list[str]]:
-    """Return the files of a folder that may lie beside other weights, and the names of those that may not."""
+    """Find the files of a folder that may lie beside other weights, and name those that may not."""
     files: dict[str, Path] = {}
     left: list[str] = []
     if folder is None:
@@ -195,7 +195,7 @@ def copy_files(files: Files, folder: Path) -> None:
 
 
 def are_copies(found: Path, folder: Path, files: Files) -> bool:
-    """Return whether a file in a folder, or all below a folder in it, is a copy of one of these."""
+    """Tell whether a file in a folder, or all below a folder in it, is a copy of one of these files."""
     if found.is_dir() and not found.is_symlink():
         inside = [*found.iterdir()]
         return bool(inside) and all(are_copies(one, folder, files) for one in inside)

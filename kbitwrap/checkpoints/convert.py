@@ -290,12 +290,9 @@ def _casts_to(
     casts = {}
     for name, stored in checkpoint.tensors.items():
         original = _original(name, originals)
+        wanted = None if name in checkpoint.beside else dtype
         if original is not None:
             wanted = original.dtype
-        elif name in checkpoint.beside:
-            continue
-        else:
-            wanted = dtype
         if stored.dtype == torch.float32 and wanted in HALF_DTYPES:
             casts[name] = wanted
 
@@ -303,10 +300,7 @@ def _casts_to(
 
 
 def _original(name: str, originals: _Originals) -> Any:
-    """Return the original of a stored tensor, if it is known.
-
-    A trained copy, which is not the base's, has none.
-    """
+    """Find the original of a stored tensor; a trained copy, which is not the base's, has none."""
     if is_trained_copy(name):
         return None
 
@@ -320,10 +314,7 @@ def _original(name: str, originals: _Originals) -> Any:
 
 
 def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
-    """Return the tensors of the model that the config describes, as loaded in a dtype.
-
-    None where it is not known.
-    """
+    """Return the tensors of the model that the config describes, as loaded in a dtype; none of an unknown model."""
     model = checkpoint.meta_model(dtype)
     if model is None:
         return {}
@@ -337,10 +328,7 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
 
 
 def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
-    """Return the tensors that a manifest records.
-
-    Raises where a checkpoint is not of its model.
-    """
+    """Return the tensors that a manifest records; raise where a checkpoint is not of its model."""
     recorded = {}
     for fqn, record in manifest.tensors.items():
         dtype = parse_dtype(record.original_dtype)
@@ -375,10 +363,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
 
 
 def _by_all_names(model: Any, tensors: _Originals) -> _Originals:
-    """Return the tensors by their names, and as transformers saves them: renamed, split, merged.
-
-    The latter are not known where the model is not, which is ``None`` then.
-    """
+    """Return tensors by their names, and, of a known model, as transformers saves them: renamed, split, merged."""
     if model is None:
         return tensors
 

@@ -77,11 +77,11 @@ class CheckpointReport(Report):
 
     @property
     def wasted_bytes(self) -> int:
-        """The bytes that float32 leftovers waste."""
+        """Return the bytes that float32 leftovers waste."""
         return sum(sum(tensors.values()) for tensors in self.leftovers.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON."""
         return {**super().to_dict(), "wasted_bytes": self.wasted_bytes}
 
     def _brief(self) -> str:
@@ -128,7 +128,9 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
     if half is not None or quantization:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
             wasted = checkpoint.tensors[name].num_bytes // 2
-            leftovers.setdefault(_kind(name), {})[name] = wasted
+            fqn = canonical_fqn(name)
+            kinds = [kind for kind, pattern in _KINDS if pattern.search(fqn)]
+            leftovers.setdefault([*kinds, "other"][0], {})[name] = wasted
 
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
@@ -139,8 +141,8 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
     use_cache = checkpoint.config.get("use_cache")
     return CheckpointReport(
         path=checkpoint.path,
-        config_dtype=_name(checkpoint.dtype),
-        half_dtype=_name(half),
+        config_dtype=dtype_name(checkpoint.dtype) if checkpoint.dtype else None,
+        half_dtype=dtype_name(half) if half else None,
         is_quantized=bool(quantization),
         num_tensors=len(checkpoint.tensors),
         num_bytes=checkpoint.num_bytes,
@@ -151,22 +153,8 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
     )
 
 
-def _kind(name: str) -> str:
-    """The kind of a tensor, told by its name."""
-    fqn = canonical_fqn(name)
-    for kind, pattern in _KINDS:
-        if pattern.search(fqn):
-            return kind
-
-    return "other"
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else dtype_name(dtype)
-
-
 def _half_dtype(checkpoint: SavedCheckpoint) -> torch.dtype | None:
-    """The half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
+    """Return the half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
     if checkpoint.dtype in HALF_DTYPES:
         return checkpoint.dtype
 

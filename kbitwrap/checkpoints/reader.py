@@ -127,7 +127,7 @@ class SavedCheckpoint:
 
     @functools.cached_property
     def beside(self) -> set[str]:
-        """The names of what is not the base's own: adapters, trained copies and the state of quantized weights."""
+        """Name what is not the base's own: adapters, trained copies and the state of quantized weights."""
         fqns = {canonical_fqn(name) for name in self.tensors}
         found = set()
         for name in self.tensors:
@@ -146,12 +146,12 @@ class SavedCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors, in bytes."""
+        """Return the size of all tensors, in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
     def metadata(self) -> dict[str, str] | None:
-        """The metadata of its first file."""
+        """Read the metadata of the first file."""
         path = self.folder / self.files[0]
         if path.suffix == _PICKLED:
             return {"format": "pt"}
@@ -161,13 +161,13 @@ class SavedCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that the config names; ``None`` where it names none."""
+        """Return the dtype that the config names; ``None`` where it names none."""
         found = find_dtype(self.config.get("dtype"))
         return found or find_dtype(self.config.get("torch_dtype"))
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its config says that it is quantized."""
+        """Tell whether the config says that the checkpoint is quantized."""
         return self.config.get("quantization_config") is not None
 
     def ties(self, model: Any) -> list[list[str]]:
@@ -177,7 +177,7 @@ class SavedCheckpoint:
         return tied_names(model)
 
     def meta_model(self, dtype: torch.dtype | None = None) -> Any:
-        """The model that the config describes, on the meta device, as one of another dtype where that is given.
+        """Build the model that the config describes, on the meta device, as one of another dtype where that is given.
 
         ``None`` where transformers knows no such model.
         """
@@ -270,10 +270,7 @@ def expect_file_of_weights(path: Path) -> None:
 
 
 def tied_names(model: Any) -> list[list[str]]:
-    """Return the names of each parameter of a model that has several.
-
-    None of an unknown model, which is ``None``.
-    """
+    """Return the names of each parameter that has several; none of an unknown model, which is ``None``."""
     if model is None:
         return []
 
@@ -285,10 +282,7 @@ def tied_names(model: Any) -> list[list[str]]:
 
 
 def adapter_file(folder: Path) -> Path | None:
-    """Return the file of the adapter that PEFT saved in a folder.
-
-    Of one in both formats, the safetensors file.
-    """
+    """Find the file of the adapter that PEFT saved in a folder: of one in both formats, the safetensors file."""
     for suffix in (".safetensors", _PICKLED):
         file = folder / f"{_ADAPTER}{suffix}"
         if os.path.isfile(file):
@@ -302,19 +296,13 @@ def load_manifest(given: Manifest | StrPath) -> Manifest:
 
 
 def saved_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest that was saved in a folder.
-
-    Raise `ManifestError` where it cannot be read.
-    """
+    """Read the manifest that was saved in a folder, if there is one; `ManifestError` is raised for a damaged one."""
     path = folder / MANIFEST_NAME
     return Manifest.load(path) if os.path.isfile(path) else None
 
 
 def recorded_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the floating-point tensors that a manifest records.
-
-    Of a packed weight, that of its storage.
-    """
+    """Return the shapes of the floating-point tensors of a manifest: of a packed weight, that of its storage."""
     return {
         fqn: record.shape
         for fqn, record in manifest.tensors.items()
@@ -323,10 +311,7 @@ def recorded_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
-    """How to quantize a base so that it has the layers that a manifest records.
-
-    ``None`` of an unquantized one.
-    """
+    """Return the settings that quantize the layers that a manifest records; ``None`` of an unquantized base."""
     config = manifest.model.quantization.config
     if not config:
         return None
@@ -341,12 +326,12 @@ def recorded_quantization(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def has_weights(path: Path) -> bool:
-    """Return whether a path is a file, or a folder with the weights of a model."""
+    """Tell whether a path is a file, or a folder with the weights of a model."""
     return os.path.isfile(path) or bool(_weight_files(path)[0])
 
 
 def _weight_files(folder: Path) -> tuple[list[str], str | None]:
-    """Return the names of the files with the weights, if there are any, and of the index, if there is one."""
+    """Name the files with the weights, if there are any, and the index, if there is one."""
     for single, beginning in _WAYS:
         index = f"{single}.index.json"
         if os.path.lexists(folder / index):
@@ -365,7 +350,7 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
 
 
 def _files_in_index(path: Path) -> list[str]:
-    """Return the names of the files that an index names, which lie beside it."""
+    """Return the names of the files that an index names, which lie beside the index."""
     content = read_json(path)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not _are_names(weight_map.values()):
@@ -410,7 +395,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name, in the order of their bytes; none is read."""
+    """Find the tensors of a file by name, in the order of their bytes; none is read."""
     read = _read_pickled if path.suffix == _PICKLED else _read_safetensors
     in_order = sorted(read(path), key=lambda tensor: tensor.start)
     return {tensor.name: tensor for tensor in in_order}
@@ -456,7 +441,7 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
-    """Return the content of a file that ``torch.save`` wrote, with fake tensors.
+    """Load a file that ``torch.save`` wrote, with fake tensors.
 
     No tensor is read, and no code run.
     """
@@ -467,7 +452,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
 
 
 def load_values(path: Path) -> dict[str, Any]:
-    """Return the content of a file that ``torch.save`` wrote, whose tensors are read as they are used.
+    """Load a file that ``torch.save`` wrote, whose tensors are read as they are used.
 
     No code is run. ``ConfigError`` is raised where it holds something else.
     """
@@ -528,5 +513,5 @@ def _read_pickled(path: Path) -> list[StoredTensor]:
 
 
 def is_trained_copy(name: str) -> bool:
-    """Return whether a stored tensor, by its name, is a copy of a base tensor that PEFT trained."""
+    """Tell whether a stored tensor, by its name, is a copy of a base tensor that PEFT trained."""
     return _TRAINED_COPY.search(f".{name}") is not None

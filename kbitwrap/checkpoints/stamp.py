@@ -103,7 +103,20 @@ def stamp_adapter(
         trained = load_base(
             base, saved, None, quantization, dtype, device, trust_remote_code
         )
-        recorded = _record(trained.model)
+        # recorded as one that is prepared, and not afterwards; anything holds the
+        # preparation where there is no wrapper
+        holder = nn.Module()
+        preparation = Preparation(holder)
+        config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
+        tree = tree_of(trained.model)
+        preparation.apply(build_plan(trained.model, config), tree)
+        try:
+            recorded = Manifest.of(preparation)
+        finally:
+            failures = preparation.journal.undo(tree)
+            preparation.release()
+            for _, error in failures:
+                raise error
         adapted_base(trained, saved)  # which raises for an adapter of another base
 
     is_given = quantization_config not in (None, False)
@@ -112,19 +125,3 @@ def stamp_adapter(
     manifest = recorded.made_afterwards(unknown)
     manifest.save(path)
     return manifest
-
-
-def _record(model: Any) -> Manifest:
-    """Return the manifest of a model, which is not prepared afterwards."""
-    holder = nn.Module()  # anything holds the preparation where there is no wrapper
-    preparation = Preparation(holder)
-    config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
-    tree = tree_of(model)
-    preparation.apply(build_plan(model, config), tree)
-    try:
-        return Manifest.of(preparation)
-    finally:
-        failures = preparation.journal.undo(tree)
-        preparation.release()
-        for _, error in failures:
-            raise error

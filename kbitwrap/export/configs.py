@@ -32,7 +32,7 @@ def keep_base_configs(model: Any, folder: Path) -> None:
             continue
         source = getattr(config, "_name_or_path", None)
         written = json.loads(path.read_text("utf-8"))
-        fields = _base_fields(live, _file_at(source, name))
+        fields = _base_fields(live, source, name)
         if fields is None:
             fields = _with_old_names(live, written)
         if fields != written:
@@ -40,16 +40,19 @@ def keep_base_configs(model: Any, folder: Path) -> None:
             path.write_text(text, encoding="utf-8")
 
 
-def _file_at(source: Any, name: str) -> Path | None:
-    """Return a file in the folder that a model was loaded from, or in the hub's cache."""
+def _base_fields(live: Any, source: Any, name: str) -> _Fields | None:
+    """Return the fields of a base's file, with what differs in the config of a model.
+
+    The file is in the folder that the model was loaded from, or in the hub's cache.
+    ``None`` is returned where there is none, or it is another model's: its kind, its
+    positions or its experts are others.
+    """
     from transformers.utils.hub import cached_file
 
-    if not source:
-        return None
-
-    found = None
-    with contextlib.suppress(OSError):  # a folder that is gone is no name on the hub
-        found = cached_file(
+    file: Any = None  # what lies there by now may be anything
+    # a folder that is gone is no name on the hub
+    with contextlib.suppress(OSError, ValueError):
+        path = source and cached_file(
             source,
             name,
             local_files_only=True,
@@ -57,42 +60,23 @@ def _file_at(source: Any, name: str) -> Path | None:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    return None if found is None else Path(found)
+        file = json.loads(Path(path).read_text("utf-8")) if path else None
 
-
-def _base_fields(live: Any, path: Path | None) -> _Fields | None:
-    """Return the fields of a base's file, with what differs in the config of a model.
-
-    ``None`` where there is no file, or it is another model's: its kind, its positions or
-    its experts are others.
-    """
-    if path is None:
-        return None
-
-    own: Any = None  # what lies there by now may be anything
-    with contextlib.suppress(OSError, ValueError):
-        own = json.loads(path.read_text("utf-8"))
+    # all of the file is of the config's kind, or a part such as ``text_config``
     after = _fields_of(live)
-    own = _of_kind(own, after.get("model_type"))
-    before = None if own is None else _read(live, own)
-    if before is None:
-        return None
+    own = before = None
+    for part in [file, *file.values()] if isinstance(file, dict) else []:
+        is_part = isinstance(part, dict) and own is None
+        if is_part and part.get("model_type") == after.get("model_type"):
+            own, before = part, _read(live, part)
 
+    if own is None or before is None:
+        return None
     if not _RENAMED.isdisjoint(_differing(before, after)):
         return None
 
     fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)
     return fields if _read(live, fields) == after else None
-
-
-def _of_kind(fields: Any, model_type: Any) -> _Fields | None:
-    """Return the fields of a config of a kind in a file's: all of them, or a part such as ``text_config``."""
-    if not isinstance(fields, dict):
-        return None
-    for part in (fields, *fields.values()):
-        if isinstance(part, dict) and part.get("model_type") == model_type:
-            return part
-    return None
 
 
 def _fields_of(config: Any) -> _Fields:
@@ -111,7 +95,7 @@ def _read(live: Any, fields: _Fields) -> _Fields | None:
 
 
 def _decoded(value: _Fields) -> Any:
-    """Return a number that is not finite, as transformers writes it into JSON; else what it is."""
+    """Return a number that is not finite, as transformers writes it into JSON; else the value itself."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 

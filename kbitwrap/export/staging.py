@@ -351,10 +351,7 @@ def _move_in(hidden: Path, target: Path) -> None:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """Return the files in a folder.
-
-    The last is the one without which it is taken for no checkpoint.
-    """
+    """Return the files in a folder; without the last one the folder is taken for no checkpoint."""
     entries = [path for path in folder.iterdir() if not path.name.startswith(_HIDDEN)]
     return sorted(entries, key=lambda path: (path.name in _LAST, path.name))
 

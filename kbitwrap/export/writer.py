@@ -37,7 +37,19 @@ PROCESSOR_FILES = (
 _CONFIGS = ("config.json", "generation_config.json")
 _OF_TOKENIZERS = {
     *PROCESSOR_FILES,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
     "audio_tokenizer_config.json",
     "bpe.codes",
     "byte_maps.json",
@@ -139,7 +151,7 @@ def is_of_a_model(path: Path) -> bool:
 
 
 def is_of_a_tokenizer(name: str) -> bool:
-    """Return whether a file, by its name, is one of a tokenizer or a processor."""
+    """Tell whether a file, by its name, is one of a tokenizer or a processor."""
     return name in _OF_TOKENIZERS or name.endswith(".tiktoken")
 
 
@@ -217,7 +229,15 @@ def write_safetensors(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
         with open(path, "wb", buffering=0) as file, keeping_last():
-            _reserve(file, len(header) + num_bytes)
+            # a full disk is noticed before anything is computed
+            if sys.platform == "linux":
+                try:
+                    os.posix_fallocate(file.fileno(), 0, len(header) + num_bytes)
+                except OSError as error:
+                    unsupported = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+                    if error.errno not in unsupported:
+                        raise
+
             _write(file, header, None)
             for name in by_lineage(tensors, offsets):
                 file.seek(len(header) + offsets[name])
@@ -271,10 +291,7 @@ def _write(file: io.FileIO, data: Any, progress: Progress | None) -> None:
 
 
 def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes before the tensors, and each tensor's offset after them.
-
-    The offsets are in the order of the file.
-    """
+    """Return the bytes before the tensors, and each tensor's offset after them, in the order of the file."""
     for name, tensor in tensors.items():
         found = ""
         if tensor.layout != torch.strided:
@@ -311,7 +328,7 @@ def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors file's header, and where the tensors' bytes begin.
+    """Read the entries of a safetensors file's header, and where the tensors' bytes begin.
 
     ``__metadata__`` is one of the entries.
     """
@@ -321,11 +338,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def by_lineage(tensors: Tensors, names: Iterable[str]) -> list[str]:
-    """Return the names, sorted.
-
-    Tensors made from the same lazy tensor follow one another, so that it is computed
-    once.
-    """
+    """Sort names so that tensors made from the same lazy tensor, which is computed once, follow one another."""
     places: dict[int, int] = {}
     keys = {}
     for name in names:
@@ -333,18 +346,3 @@ def by_lineage(tensors: Tensors, names: Iterable[str]) -> list[str]:
         lineage = tensor.lineage if isinstance(tensor, LazyTensor) else (tensor,)
         keys[name] = [places.setdefault(id(part), len(places)) for part in lineage]
     return sorted(keys, key=lambda name: keys[name])
-
-
-def _reserve(file: io.FileIO, num_bytes: int) -> None:
-    """Reserve the blocks of a file.
-
-    So a full disk is noticed before anything is computed.
-    """
-    if sys.platform != "linux":
-        return
-    try:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)
-    except OSError as error:
-        # from file systems that cannot
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
