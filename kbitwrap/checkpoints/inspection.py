@@ -155,18 +155,16 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
 
 def _half_dtype(checkpoint: SavedCheckpoint) -> torch.dtype | None:
     """Return the half dtype of the config, or else of most base tensors, or else that quantized layers compute in."""
-    if checkpoint.dtype in HALF_DTYPES:
-        return checkpoint.dtype
-
     tensors = checkpoint.tensors.items()
     own = [tensor.dtype for name, tensor in tensors if name not in checkpoint.beside]
     most = max(HALF_DTYPES, key=own.count)
-    if most in own:
-        return most
-
     settings = checkpoint.config.get("quantization_config")
-    if not isinstance(settings, dict):
-        return None
+    compute = None
+    if isinstance(settings, dict):
+        compute = find_dtype(settings.get("bnb_4bit_compute_dtype"))
 
-    found = find_dtype(settings.get("bnb_4bit_compute_dtype"))
-    return found if found in HALF_DTYPES else None
+    for found in (checkpoint.dtype, most if most in own else None, compute):
+        if found in HALF_DTYPES:
+            return found
+
+    return None

@@ -65,6 +65,11 @@ class StoredTensor:
     start: int
     num_bytes: int
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return what tells the bytes of a tensor, and how they are read, from those of others."""
+        return self.path, self.start, self.shape
+
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
         """Return the values, which are read when they are asked for and rounded to a dtype.
 
@@ -241,22 +246,15 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
                 )
 
     # Tensors that share another's bytes, as in files of ``torch.save``, and are tied to
-    # it by loading, are left out.
+    # that one by loading, are left out.
     checkpoint = SavedCheckpoint(found, folder, names, tensors, index, config)
-    places = {}
-    for name, stored in tensors.items():
-        place = (stored.path, stored.start, stored.shape)
-        places[canonical_fqn(name)] = (place, name)
-
-    if len({place for place, _ in places.values()}) < len(places):
-        for first, *others in checkpoint.ties(checkpoint.meta_model()):
-            for fqn in others:
-                if (
-                    fqn in places
-                    and first in places
-                    and places[fqn][0] == places[first][0]
-                ):
-                    del tensors[places[fqn][1]]
+    by_fqn = {canonical_fqn(name): stored for name, stored in tensors.items()}
+    if len({stored.place for stored in by_fqn.values()}) < len(by_fqn):
+        for group in checkpoint.ties(checkpoint.meta_model()):
+            first, *others = map(by_fqn.get, group)
+            for other in others:
+                if first and other and other.place == first.place:
+                    del tensors[other.name]
 
     return checkpoint
 
@@ -491,14 +489,12 @@ def _read_pickled(path: Path) -> list[StoredTensor]:
             raise ConfigError(f"{where}: expected a dense tensor, found {found}")
 
         beginning: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if beginning is None:
+        if beginning is None or not tensor.is_contiguous():
+            why = "is not contiguous"
+            if beginning is None:
+                why = "is stored in the format of torch before 1.6, or read by torch before 2.7"
             raise ConfigError(
-                f"{where}: is stored in the format of torch before 1.6, or read by torch before 2.7; load it "
-                "with torch.load and save it as safetensors"
-            )
-        if not tensor.is_contiguous():
-            raise ConfigError(
-                f"{where}: is not contiguous; load it with torch.load and save it as safetensors"
+                f"{where}: {why}; load it with torch.load and save it as safetensors"
             )
 
         start = beginning + tensor.storage_offset() * tensor.itemsize

@@ -214,22 +214,18 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
             lock = _lock(hidden)
         assert hidden is not None
         yield hidden, target
-        finish(_clear, hidden.name, target)
-    except BaseException as error:
-        # an interrupt may have come at the line above
-        if hidden is not None:
-            finish(_clear, hidden.name, target)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
         raise ExportError(
             f"{where}: cannot be written: {error.strerror or error}{name}; nothing was "
             "left there"
         ) from error
     finally:
+        if hidden is not None:
+            finish(_clear, hidden.name, target)
+        for parent in made:
+            with contextlib.suppress(OSError):  # not empty
+                parent.rmdir()
         if lock is not None:
             os.close(lock)
 
