@@ -84,7 +84,8 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
 
     All of the base's are copied that are no weights. What lies beside the adapter wins.
     """
-    of_base, left = _files_in(_with_small_files(base))
+    home = _with_small_files(base)
+    of_base, left = _files_in(home) if home is not None else ({}, [])
     of_adapter: dict[str, Path] = {}
     if adapter is not None:
         found, _ = _files_in(adapter)
@@ -99,9 +100,8 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
     for kind in _TOGETHER:
         if any(name.startswith(kind) for name in of_adapter):
             replaced += kind
-    if _SETTINGS in of_adapter and read_json(of_adapter[_SETTINGS]).get(
-        "chat_template"
-    ):
+    settings = of_adapter.get(_SETTINGS)
+    if settings is not None and read_json(settings).get("chat_template"):
         replaced += _TOGETHER[1]
     has_both = _VOCABULARY in of_base and _VOCABULARY in of_adapter
     if has_both and _vocabulary_in(of_base) != _vocabulary_in(of_adapter):
@@ -118,13 +118,10 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
     return files, sorted(left)
 
 
-def _files_in(folder: Path | None) -> tuple[dict[str, Path], list[str]]:
+def _files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """Find the files of a folder that may lie beside other weights, and name those that may not."""
     files: dict[str, Path] = {}
     left: list[str] = []
-    if folder is None:
-        return files, left
-
     weights = {}
     for path in walk_files(folder):
         name = path.relative_to(folder).as_posix()
