@@ -108,6 +108,9 @@ def test_each_sentence_is_nearest_to_its_partner(quant: str) -> None:
     assert nearest.tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
 
 
+@pytest.mark.usefixtures(
+    "not_repacking"
+)  # bitsandbytes leaves the scales of a repacked layer that was read in another order
 @pytest.mark.parametrize("precision", ["full", "norms", "none"])
 @pytest.mark.parametrize("quant", QUANTIZATIONS)
 def test_embeddings_are_those_from_before(quant: str, precision: str) -> None:

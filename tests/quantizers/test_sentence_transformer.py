@@ -35,6 +35,9 @@ def embed(model: SentenceTransformer) -> torch.Tensor:
     return model.encode(SENTENCES, convert_to_tensor=True)
 
 
+@pytest.mark.usefixtures(
+    "not_repacking"
+)  # bitsandbytes leaves the scales of a repacked layer that was saved in another order
 @pytest.mark.parametrize("precision", Precision, ids=str)
 def test_an_export_is_what_the_model_saves_and_loads_again(precision: Precision, tmp_path: Path) -> None:
     model = load()
