@@ -43,9 +43,21 @@ _ONE_AT_A_TIME = threading.RLock()
 def predict_step(
     model_or_name_or_config: Any,
     *,
+    precision: Precision | str = Precision.NORMS,
     batch_size: int | None = None,
     seq_len: int | None = None,
-    **settings: Any,
+    args: Any = None,
+    inputs: Mapping[str, Any] | None = None,
+    lora: Any = None,
+    quantization_config: Any = None,
+    dtype: Any = None,
+    optimizer: Any = "adamw_torch",
+    autocast: Any = None,
+    kernels: str = "cuda",
+    engine: str | None = None,
+    num_devices: int = 1,
+    exact: bool = False,
+    **fields: Any,
 ) -> StepMemory:
     """Predict the memory of one training step, from a config alone: no weight is loaded, nothing is changed.
 
@@ -57,53 +69,10 @@ def predict_step(
         model_or_name_or_config: A model, which is not prepared; or a name, folder,
             ``config.json`` or config object, as for ``Plan.for_pretrained``; or a
             trainer that was built, with its model, its arguments and its data.
-        batch_size: Sequences in the batch; ``None`` for those of ``inputs`` or ``args``.
-        seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
-        **settings: ``precision``, ``args``, ``inputs``, ``lora``,
-            ``quantization_config``, ``dtype``, ``optimizer``, ``autocast``,
-            ``kernels``, ``engine``, ``num_devices``, ``exact`` and the fields of
-            ``PrepareConfig``, as for ``StepPredictor``.
-
-    Returns:
-        The prediction.
-
-    Raises:
-        ConfigError: There is no such config, a setting is invalid, or the sequence is
-            longer than learned positions.
-        StateError: The model is prepared.
-        UnsupportedModelError: The model cannot be prepared or run without values; the
-            message names the operation.
-
-    Example:
-        >>> from transformers import BitsAndBytesConfig, LlamaConfig
-        >>> from kbitwrap import predict_step
-        >>> config = LlamaConfig(
-        ...     num_hidden_layers=2, architectures=["LlamaForCausalLM"]
-        ... )
-        >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        >>> step = predict_step(
-        ...     config, quantization_config=nf4, batch_size=1, seq_len=128
-        ... )
-        >>> step.peak_bytes == max(
-        ...     step.forward_bytes, step.backward_bytes, step.optimizer_bytes
-        ... )
-        True
-    """
-    return StepPredictor(model_or_name_or_config, **settings)(batch_size, seq_len)
-
-
-class StepPredictor:
-    """Predicts the steps of one model, for one batch after another: the model is built once.
-
-    A step of a batch is predicted by a call with ``(batch_size, seq_len)``, whose errors
-    are those of ``predict_step``.
-
-    Args:
-        model_or_name_or_config: A model, which is not prepared; or a name, folder,
-            ``config.json`` or config object, as for ``Plan.for_pretrained``; or a
-            trainer that was built, with its model, its arguments and its data.
         precision: A ``Precision`` or its value, ``"peft"`` for PEFT's own
             ``prepare_model_for_kbit_training``, or ``"unprepared"`` for none.
+        batch_size: Sequences in the batch; ``None`` for those of ``inputs`` or ``args``.
+        seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
         args: The arguments of a trainer: transformers' ``TrainingArguments``, or
             ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``GRPOConfig`` or
             ``RewardConfig`` of TRL, ``ORPOConfig`` or ``CPOConfig`` of
@@ -132,6 +101,56 @@ class StepPredictor:
         exact: Run every block, and not a few of each kind whose memory the others
             repeat.
         **fields: Fields of ``PrepareConfig``.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ConfigError: There is no such config, a setting is invalid, or the sequence is
+            longer than learned positions.
+        StateError: The model is prepared.
+        UnsupportedModelError: The model cannot be prepared or run without values; the
+            message names the operation.
+
+    Example:
+        >>> from transformers import BitsAndBytesConfig, LlamaConfig
+        >>> from kbitwrap import predict_step
+        >>> config = LlamaConfig(
+        ...     num_hidden_layers=2, architectures=["LlamaForCausalLM"]
+        ... )
+        >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        >>> step = predict_step(
+        ...     config, quantization_config=nf4, batch_size=1, seq_len=128
+        ... )
+        >>> step.peak_bytes == max(
+        ...     step.forward_bytes, step.backward_bytes, step.optimizer_bytes
+        ... )
+        True
+    """
+    predict = StepPredictor(
+        model_or_name_or_config,
+        precision=precision,
+        args=args,
+        inputs=inputs,
+        lora=lora,
+        quantization_config=quantization_config,
+        dtype=dtype,
+        optimizer=optimizer,
+        autocast=autocast,
+        kernels=kernels,
+        engine=engine,
+        num_devices=num_devices,
+        exact=exact,
+        **fields,
+    )
+    return predict(batch_size, seq_len)
+
+
+class StepPredictor:
+    """Predicts the steps of one model, for one batch after another: the model is built once.
+
+    A step of a batch is predicted by a call with ``(batch_size, seq_len)``. Its errors, and
+    the arguments here, are those of ``predict_step``.
 
     Example:
         >>> from transformers import BitsAndBytesConfig, LlamaConfig
