@@ -354,6 +354,11 @@ def test_every_argument_of_a_public_function_is_described(name: str) -> None:
     assert [argument for argument in arguments if f"{argument}:" not in (function.__doc__ or "")] == []
 
 
+def test_a_prediction_takes_what_the_predictor_takes() -> None:
+    predictor, function = (inspect.signature(one).parameters for one in (kbitwrap.StepPredictor, kbitwrap.predict_step))
+    assert {**predictor} == {name: function[name] for name in function if name not in ("batch_size", "seq_len")}
+
+
 # ----------------------------------------------------------------------------------------------------
 # Examples.
 # ----------------------------------------------------------------------------------------------------
