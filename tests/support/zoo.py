@@ -842,7 +842,7 @@ def _copy(value: Any, storages: dict[int, Any]) -> Any:
     return torch.Tensor._make_subclass(type(value), data, value.requires_grad)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)  # bitsandbytes' answer is 1, that of a test True, and layers keep it
 def _pristine(
     folder: Path, row: Architecture, quant: str | None, dtype: torch.dtype, repacks: bool, **kwargs: Any
 ) -> Original:
