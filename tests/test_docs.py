@@ -302,7 +302,7 @@ def test_the_extras_that_anything_names_exist() -> None:
         for group in re.findall(r"pip install[^\n]*?(?:kbitwrap|\.)\[([^\]]+)\]", file.read_text(encoding="utf-8"))
         for extra in group.split(",")
     ]
-    assert "plot" in named
+    assert "test" in named
     assert [extra for extra in named if extra not in extras and "$" not in extra] == []
 
 

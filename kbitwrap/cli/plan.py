@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -22,7 +21,6 @@ from .console import (
 )
 from .hub import choose_quantization, refusing, working
 from .limits import limit_of, verdict
-from .plot import check_plot, draw
 from .tables import Rows, figure, table
 from .trainers import TrainerName
 from .usage import (
@@ -37,7 +35,6 @@ from .usage import (
     expect_one_at_most,
     given,
     num_bytes,
-    path,
 )
 from .ways import Way, explained
 
@@ -191,18 +188,6 @@ def command(
             rich_help_panel="Options without --step",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=path,
-            help="Draw it to this file, such as plan.svg; needs matplotlib.",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace the file of --plot if it exists."),
-    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -239,8 +224,6 @@ def command(
         raise InputError("--accumulate applies to the step of a trainer: add --trainer")
     if (engine is None) != (devices is None):
         raise InputError("--engine and --devices are given together")
-    if plot is not None:
-        check_plot(plot, overwrite=overwrite)
 
     asked = precision or [way for way in Way if way is not Way.UNPREPARED]
     ways = [way.value for way in asked]
@@ -249,11 +232,11 @@ def command(
 
         limit = limit_of(budget, device_memory)
         result, parts, fits = plan_steps(
-            model, ways, limit, quant, dtype, plot, trust_remote_code, **of_steps
+            model, ways, limit, quant, dtype, trust_remote_code, **of_steps
         )
     else:
         result, parts, fits = _plan_preparation(
-            model, ways, memory_budget, quant, dtype, plot, trust_remote_code
+            model, ways, memory_budget, quant, dtype, trust_remote_code
         )
     if json_:
         show_json(result)
@@ -268,10 +251,9 @@ def _plan_preparation(
     budget: int | None,
     quant: str | None,
     dtype: str,
-    plot: Path | None,
     trust_remote_code: bool,
 ) -> tuple[Result, list[RenderableType], bool]:
-    """Plan the preparations asked for, and draw them.
+    """Plan the preparations asked for.
 
     Returns:
         What was planned, the same as texts and tables, and whether it fits the budget.
@@ -347,20 +329,6 @@ def _plan_preparation(
         "This is the cost of preparing alone; --step shows what a training step takes."
     )
 
-    if plot is not None:
-        bars = {}
-        for name, plan in {PEFT: full, **ours}.items():
-            roles = plan.by_role.items()
-            bars[name] = {
-                role: row["bytes"] + row["added_bytes"] for role, row in roles
-            }
-        draw(
-            bars,
-            plot,
-            f"{Path(model).name}: parameters when prepared, by role",
-            marks={name: loaded + most for name, (_, most) in sizes.items()},
-            budget=None if budget is None else loaded + budget,
-        )
     return result, parts, ours.keys() <= {*fitting}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import RenderableType
@@ -13,7 +12,6 @@ from ..model.pretrained import read_config
 from .console import Result, warned
 from .hub import choose_quantization, refusing, working
 from .limits import CUDA_CONTEXT, GIB, Limit, gib, verdict
-from .plot import draw_steps
 from .tables import Rows, figure, table
 from .trainers import arguments, called
 from .usage import DEFAULT_QUANT, PRECISIONS
@@ -73,7 +71,6 @@ def plan_steps(
     limit: Limit | None,
     quant: str | None,
     dtype: str,
-    plot: Path | None,
     trust_remote_code: bool,
     *,
     rank: int | None,
@@ -87,7 +84,7 @@ def plan_steps(
     engine: str | None,
     devices: int | None,
 ) -> tuple[Result, list[RenderableType], bool]:
-    """Predict the steps asked for, and draw them.
+    """Predict the steps asked for.
 
     The arguments are those of ``kbitwrap plan``.
 
@@ -158,9 +155,6 @@ def plan_steps(
     parts: list[RenderableType] = [title, *_tables(found, limit)]
     if limit is not None:
         parts.insert(0, _answer(found, limit, size, kind))
-    if plot is not None:
-        title = f"{Path(model).name}: a step of {size}, at its peak"
-        draw_steps(steps, plot, title, budget)
     return result, parts, all(one.fits for one in found.values())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -167,41 +165,6 @@ class StepMemory(Peaks, Report):
         levels = {"before": self.static_bytes, **self.phases}
         said = [f"{name} {format_bytes(size)}" for name, size in levels.items()]
         return [f"peaks of the phases: {', '.join(said)}", *self._said()]
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the levels before the step and at the peak of each phase, by kind; needs matplotlib.
-
-        Args:
-            path: The file to write, in a format of matplotlib such as ``.png`` or
-                ``.svg``.
-        """
-        import matplotlib.figure
-
-        figure = matplotlib.figure.Figure(
-            figsize=(7, 3.2),
-            layout="constrained",
-        )
-        axes = figure.subplots()
-        levels = self._levels()
-        ends = [0.0] * len(levels)
-        for kind in KINDS:
-            sizes = [level.get(kind, 0) / 2**30 for level in levels.values()]
-            if any(sizes):
-                axes.barh(
-                    list(levels),
-                    sizes,
-                    left=ends,
-                    label=_title(kind),
-                )
-                ends = list(map(operator.add, ends, sizes))
-        axes.invert_yaxis()
-        axes.set_xlabel("GiB")
-        axes.set_title(
-            f"{self.precision}, {self.batch_size} x {self.seq_len:,} tokens "
-            f"on {self.kernels}"
-        )
-        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-        figure.savefig(path)
 
 
 def _title(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""`kbitwrap plan`: PEFT's way beside each precision, what fits, and plots."""
+"""`kbitwrap plan`: PEFT's way beside each precision, and what fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from transformers.quantizers import AutoHfQuantizer
 
 from kbitwrap import Plan, StepPredictor, StepTracker, build_plan, predict_step
-from kbitwrap.cli import main, plot
+from kbitwrap.cli import main
 from kbitwrap.cli.limits import gib
 from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
@@ -84,35 +84,6 @@ def test_where_nothing_is_added_that_is_said_once(
     assert "nothing with full, compute, norms, adapted, none and PEFT's prepare_model_for_kbit_training.\n" in out
     assert not [line for line in out.splitlines() if line.startswith(("in MiB", "peft", "full", "norms"))]
     assert "added by" not in out
-
-
-@pytest.mark.parametrize("suffix", few(plot.SUFFIXES, plot.SUFFIXES[:1]))
-def test_a_plan_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / f"plan{suffix}"
-    model = str(zoo.checkpoint("llama"))
-    assert main(["plan", model, "--plot", str(file), "--memory-budget", "1GiB"]) == 0
-    assert file.stat().st_size > 1000
-    if suffix == ".svg":
-        text = file.read_text()
-        assert all(f">{name}<" in text for name in ("peft", "norms", "input embeddings", "memory budget", "GiB"))
-    capsys.readouterr()
-    before = file.read_bytes()
-    assert main(["plan", model, "--plot", str(file)]) == 2
-    assert "exists; choose another name, or add --overwrite" in capsys.readouterr().err
-    assert file.read_bytes() == before
-    assert main(["plan", model, "--plot", str(file), "--overwrite"]) == 0
-    assert file.read_bytes() != before  # without the budget
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("precisions", [["norms"], ["norms", "peft"]])
-def test_a_step_is_drawn(precisions: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "step.svg"
-    arguments = ["--step", "--seq", "8", "--rank", "2", "--precision", *precisions, "--plot", str(file)]
-    (tmp_path / "model").mkdir()
-    assert main(["plan", saved(tmp_path / "model", LLAMA | {"num_hidden_layers": 1}), *arguments]) == 0
-    words = ["activations", "weights", "GiB", *(precisions if len(precisions) > 1 else ["before", "backward"])]
-    assert [word for word in words if f">{word}<" not in file.read_text()] == []
 
 
 @pytest.fixture

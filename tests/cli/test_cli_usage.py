@@ -41,15 +41,12 @@ WRONG = {
     "plan m --dtype bf16": "'--dtype': 'bf16' is not one of 'bfloat16', 'float16'",
     "plan /no/such": "there is no model at '/no/such'",
     "plan .": "there is no config.json in '.'",
-    "plan m --plot plot.txt": "--plot: expected a name that ends in .svg or .png or .pdf, found 'plot.txt'",
-    "plan m --plot typed.svg": "--plot: 'typed.svg' exists; choose another name, or add --overwrite",
     "plan m --seq 8": "--seq applies to training steps only: add --step",
     "plan m --budget 8GiB": "--budget applies to training steps only: add --step, or give --memory-budget for what ",
     "plan m --step --memory-budget 8GiB": "for what preparing adds; the budget of a whole step is --budget",
     "plan m --step --budget 1GiB --device-memory 1GiB": "expected at most one of --budget, --device-memory, found ",
     "plan m --kernels cpu": "--kernels applies to training steps only: add --step",
     "plan m --precision peft": "--precision peft applies to training steps only: add --step",
-    "plan m --step --plot no/such/plot.svg": "--plot: cannot write 'no/such/plot.svg': the folder",
     f"doctor {LONG}": "there is nothing at 'xxx",
     f"doctor . --adapter {LONG}": "there is no folder 'xxx",
     f"merge {LONG} --out b": "there is no folder 'xxx",
@@ -97,7 +94,6 @@ print(json.dumps({"answers": answers, "heavy": heavy}))
 
 def test_help_and_usage_errors_are_one_line_and_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "typed.txt").touch()
-    (tmp_path / "typed.svg").touch()
     typed = [*HELP, *(text.split() for text in WRONG)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(
@@ -122,7 +118,7 @@ def test_help_and_usage_errors_are_one_line_and_do_not_wait_for_torch(tmp_path: 
     # The first has the imports in it; each of the others would on its own.
     assert answers[0][3] < 0.5
     assert max(after[3] - before[3] for before, after in itertools.pairwise(answers)) < 0.25
-    assert {path.name for path in tmp_path.iterdir()} == {"typed.txt", "typed.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {"typed.txt"}
 
 
 def test_what_is_no_model_is_named_with_what_to_give_instead(
