@@ -42,6 +42,7 @@ _ROWS = {
 _VARIANTS_WITH_ROWS = {"DoraLinearVariant"}  # of LoRA
 _PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 _MOST_LOOKED_UP = 4096  # rows of an embedding in which a merge is compared
+_LEAST_OUTPUTS = 16  # of a probe
 
 
 def float32_module(plain: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
@@ -105,7 +106,9 @@ def probe_of(plain: nn.Module) -> Tensor:
         # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last
         # dimension of its weight.
         width = fields.get("in_features", fields.get("nx", weight.shape[-1]))
-        shape = [1, 1, width]
+        # One output alone may be near zero by chance, and its rounding then seem large.
+        num_vectors = math.ceil(_LEAST_OUTPUTS * width / weight.numel())
+        shape = [1, num_vectors, width]
 
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -32,3 +32,17 @@ def test_without_adapters_the_merged_rows_are_the_base() -> None:
     base = adapted_layers("nf4", 64, **LORA).get_base_model()[0].get_base_layer()
     [(_, before, merged)] = merge_rows(base, "weight", [])
     assert torch.equal(merged, before)
+
+
+def test_an_output_that_is_nearly_zero_by_chance_refuses_no_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = adapted_layers("linear", 64, **LORA).get_base_model()[0].float()
+    base = layer.get_base_layer()
+    (probe,) = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for weight in (base.weight, layer.lora_A["default"].weight):
+            weight -= torch.outer(weight @ probe, probe) / probe.dot(probe)
+    monkeypatch.setattr(merged_module, "_BLOCK_BYTES", 4 * 64)
+    merged = torch.cat(
+        [values for _, _, values in merge_rows(base, "weight", [ActiveLayer("0", layer, active_adapters(layer))])]
+    )
+    torch.testing.assert_close(merged.double(), lora_weight(layer), rtol=1e-6, atol=1e-6)
