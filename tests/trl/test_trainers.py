@@ -367,6 +367,7 @@ class SuspendedSFTTrainer(SuspendedEvaluation, SFTTrainer):
     pass
 
 
+@pytest.mark.usefixtures("not_repacking")  # repacking gives weights other memory
 def test_suspended_evaluation_goes_before_trls_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRAINERS, "sft", (SuspendedSFTTrainer, TRAINERS["sft"][1]))
     states = States()
