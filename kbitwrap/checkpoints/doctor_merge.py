@@ -91,9 +91,9 @@ def unmeasured_merge(subject: Subject) -> Finding | None:
         )
 
     may_be_merged = bool(base.sources)
-    is_folder = isinstance(subject, Folder) and not is_numbered(subject.path)
-    if is_folder and not subject.adapters and not may_be_merged:
-        may_be_merged = _quantization_of_served(options) is None
+    if isinstance(subject, Folder) and not subject.adapters and not may_be_merged:
+        is_served = _quantization_of_served(subject) is not None
+        may_be_merged = not is_numbered(subject.path) and not is_served
 
     if options.adapter is None and may_be_merged:
         return not_measured(
@@ -103,12 +103,17 @@ def unmeasured_merge(subject: Subject) -> Finding | None:
     return None
 
 
-def _quantization_of_served(options: DoctorOptions) -> BaseQuantization | None:
+def _quantization_of_served(folder: Folder) -> BaseQuantization | None:
     """Return the quantization of the base that a folder is compared with, dequantized.
 
-    That is where a base and its quantization alone were given; ``None`` elsewhere.
+    That is where a base and its quantization alone were given, and the folder has a
+    base that is not quantized; ``None`` elsewhere.
     """
+    options, own = folder.options, folder.base
     if options.named_base is None or options.adapter is not None:
+        return None
+
+    if folder.adapters or own is None or own.quantization.is_quantized:
         return None
 
     quantization = find_quantization(
@@ -126,14 +131,11 @@ def dequantized_base(folder: Folder) -> Finding | None:
 
     ``None`` where it is not asked for.
     """
-    options, own = folder.options, folder.base
-    if folder.adapters or own is None or own.quantization.is_quantized:
-        return None
-
-    quantization = _quantization_of_served(options)
+    quantization = _quantization_of_served(folder)
     if quantization is None:
         return None
 
+    options = folder.options
     trust = options.trust_remote_code
     found = read_merged(folder.path, trust)
     device = options.device or accelerator_type() or "cpu"

@@ -36,6 +36,8 @@ class Finding:
     outcome: str = FAULT
 
     def __str__(self) -> str:
+        if not self.remedy:  # a check that was made
+            return f"{self.where}: {self.what}: {self.outcome}: {self.evidence}"
         return f"{self.what}: {self.where}: {self.evidence}; {self.remedy}"
 
 
@@ -100,10 +102,7 @@ class DoctorReport(Report):
     def _lines(self) -> list[str]:
         # What is fine comes last, where the list is cut.
         in_order = sorted(self.looked_at, key=lambda check: check.outcome == FINE)
-        lines = []
-        for one in in_order:
-            lines.append(f"{one.where}: {one.what}: {one.outcome}: {one.evidence}")
-        return few(lines, _MAX_LINES)
+        return few([*map(str, in_order)], _MAX_LINES)
 
 
 class Examination:

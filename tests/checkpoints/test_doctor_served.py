@@ -68,6 +68,16 @@ def test_without_the_quantization_it_is_not_measured(served: Path) -> None:
     assert "dequantized base" not in [one.what for one in report.looked_at]
 
 
+def test_of_a_quantized_folder_the_adapter_is_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    zoo.load("llama", "int8").save_pretrained(folder)
+    report = doctor(folder, base=zoo.checkpoint("llama"), quant=NF4)
+    (told,) = report.not_measured
+    assert told.startswith("whether it is a merge")
+    (line,) = (str(one) for one in report.looked_at if one.what == "merge")
+    assert line == f"{folder}: merge: not measured: give the adapter that was merged (adapter, --adapter)"
+
+
 def test_the_command_answers_by_its_status(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = str(zoo.checkpoint("llama"))
     assert main(["doctor", str(served), "--base", base, "--quant", "nf4"]) == 0
