@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .errors import Different
 
@@ -217,6 +217,7 @@ class Differences(Report):
 
     _empty = "no difference"
     _whole = ""
+    _text: ClassVar[Any] = staticmethod(shown)  # how a line shows a value
 
     def __bool__(self) -> bool:
         return bool(self.different or self.missing or self.unexpected)
@@ -227,7 +228,7 @@ class Differences(Report):
         for fqn, rows in self.different.items():
             where = f"{fqn}: " if fqn else self._whole
             for what, (expected, found) in rows.items():
-                told = f"expected {shown(expected)}, found {shown(found)}"
+                told = f"expected {self._text(expected)}, found {self._text(found)}"
                 lines.append(f"{where}{what}: {told}")
 
         lines += [f"{fqn}: missing" for fqn in self.missing]
@@ -267,6 +268,7 @@ class StateDiff(Differences):
 
     _empty = "as preparation left it"
     _whole = "the model: "
+    _text = staticmethod(str)
 
     @property
     def differences(self) -> Different:

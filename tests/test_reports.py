@@ -136,6 +136,8 @@ def test_the_first_names_are_printed_and_how_many_there_are_more() -> None:
         f"{NAMES[11]}: value: expected 1, found 2",
         "... and 340 more",
     ]
+    said = StateDiff({"a": {"value": ("the original value", "another value")}})
+    assert str(said) == "a: value: expected the original value, found another value"
     assert RestoreReport(replaced=NAMES).to_dict()["replaced"] == [*NAMES]
     assert [*StateDiff({name: {"value": (1, 2)} for name in NAMES}).to_dict()] == [*NAMES]
     assert len(findings().to_dict()["findings"]) == 352

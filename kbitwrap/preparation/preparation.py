@@ -417,11 +417,16 @@ class Preparation:
                 trained.append(copy.record.fqn)
             elif copy.record not in ours:
                 put_back.append(copy.record.fqn)  # cast by others
-        trained += changes.trained
+        # in the order of the model, whichever of the two told it
+        order = {fqn: place for place, fqn in enumerate(self.before.base)}
+
+        def place(fqn: str) -> int:
+            return order.get(fqn, len(order))
+
+        trained += sorted([*changes.trained, *undoing.trained], key=place)
+        trained += buffers
         replaced += [fqn for fqn in changes.replaced if fqn in self.before.base]
-        replaced += changes.drifted
-        replaced += undoing.replaced
-        trained += [*undoing.trained, *buffers]
+        replaced += sorted([*changes.drifted, *undoing.replaced], key=place)
 
         kept = [record.fqn for record in kept_dtype]
         for tensor in tree.tensors:  # what is sharded keeps its dtype, in copies too

@@ -119,6 +119,16 @@ def test_a_frozen_value_that_changed_is_reported_as_replaced(train: Any) -> None
     assert model.p0.requires_grad
 
 
+def test_a_report_names_parameters_in_the_order_of_the_model() -> None:
+    trained, replaced = full(model := two_weights()), full(other := two_weights())
+    for one in (model, other):
+        for parameter in one.parameters():
+            parameter.requires_grad_(one is model)
+            parameter.data.add_(1.0)
+    assert trained.restore().trained == ("p0", "p1")
+    assert replaced.restore().replaced == ("p0", "p1")
+
+
 @every_training
 def test_discard_puts_the_original_bits_back(train: Any) -> None:
     model = two_weights()
