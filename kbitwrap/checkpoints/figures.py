@@ -96,8 +96,8 @@ class Figures:
 
     @property
     def delta(self) -> float:
-        """The squared length of the adapter's delta; 0 where it has none."""
-        return self.trained.delta
+        """The squared length of the adapter's delta on the nearest reference; 0 where it has none."""
+        return self.nearest.delta
 
     @property
     def is_finite(self) -> bool:

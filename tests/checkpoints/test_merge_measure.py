@@ -522,7 +522,18 @@ def test_a_merge_of_a_delta_near_rounding_is_right_in_a_finer_dtype(stored: torc
 def test_a_part_that_depends_on_the_weights_is_right_on_the_original_ones(tmp_path: Path) -> None:
     run = make_run("llama", tmp_path / "run", use_dora=True)
     merged = reload_and_merge(run, torch.bfloat16, tmp_path / "merged")
-    assert_right(run.examine(merged), "original")
+    report = run.examine(merged)
+    assert_right(report, "original")
+
+    # each tensor counts in the whole by the delta that it was given, on the original weights
+    assert report.merge is not None
+    base, found = run.of("base"), tensors_of(merged)
+    deltas, differences = [], []
+    for fqn in report.merge.tensors:
+        deltas.append(run.delta(fqn).flatten())
+        differences.append((found[fqn].float() - base[fqn].float()).flatten() - deltas[-1])
+    error = torch.cat(differences).norm() / torch.cat(deltas).norm()
+    assert report.merge.error == pytest.approx(float(error), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", few(["llama", "gpt2", "llava"], ["gpt2"]))
