@@ -306,6 +306,15 @@ def test_the_rows_that_an_adapter_was_saved_with_count(run: Path) -> None:
         assert TOKENIZER in [finding.what for finding in doctor(run, base=base).findings]
 
 
+@pytest.mark.parametrize("name", ["vit", "siglip"])
+def test_a_tokenizer_beside_a_model_of_images_is_not_measured(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(zoo.checkpoint(name), folder)
+    save_tokenizer(folder, 200)
+    report = doctor(folder)
+    assert (report.findings, outcomes(report, folder)["tokenizer"]) == ((), "not measured")
+
+
 def test_a_damaged_tokenizer_is_found(run: Path) -> None:
     save_tokenizer(run / "checkpoint-3", 8)
     truncated("tokenizer.json")(run / "checkpoint-3")
