@@ -57,8 +57,8 @@ for command in COMMANDS:
 COMMANDS = [
     "plan base",
     "plan base --step --seq 16 --batch 1",
-    "inspect base",
-    "inspect run/kbitwrap.json",
+    "doctor base",
+    "doctor run/kbitwrap.json",
     "merge run --out half",
     "merge run --out quantized --as quantized",
     "doctor half --base base --adapter run",
