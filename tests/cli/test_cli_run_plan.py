@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import transformers
+from accelerate.state import AcceleratorState
 
 from kbitwrap import predict_step
 from kbitwrap.cli import main
@@ -54,6 +56,13 @@ def written(
     text = text.replace("MODEL", repr(str(base or zoo.checkpoint("llama"))))
     script.write_text(text.replace("# before", before).replace("MORE", more))
     return str(script)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_shared_by_accelerate() -> Iterator[None]:
+    """A script's own trainer has accelerate share its autocast with the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_script_is_planned_and_nothing_is_trained_or_written(
