@@ -23,6 +23,7 @@ from kbitwrap import (
     build_plan,
     prepared_of,
 )
+from kbitwrap.edits.storage import ParameterStorage
 from support import zoo
 from support.snapshot import Snapshot
 from support.thorough import each_once
@@ -92,6 +93,27 @@ def test_no_bar_is_made_where_none_is_shown(monkeypatch: pytest.MonkeyPatch) -> 
 
 class FaultError(Exception):
     """Raised on purpose."""
+
+
+def test_an_interrupt_at_every_try_of_one_undo_leaves_that_one_alone_to_another_restore() -> None:
+    model = zoo.load("llama")
+    before = Snapshot(model)
+    prepared = KbitPreparedModel(model, precision="full").prepare()
+    slots = prepared._preparation.journal.slots
+    slot = next(one for one in slots if isinstance(one, ParameterStorage) and one.record.fqn == "model.norm.weight")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    slot.undo = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        prepared.restore()
+    assert prepared.state is LifecycleState.PREPARED
+    assert slots[-1] is slot
+    assert [fqn for fqn, one in model.named_parameters() if one.dtype == torch.float32] == ["model.norm.weight"]
+    del slot.undo  # type: ignore[method-assign]
+    prepared.restore()
+    assert before.diff(Snapshot(model), moved=True) == []
 
 
 @pytest.mark.parametrize(("precision", "kind"), each_once(PRECISIONS, [FaultError, KeyboardInterrupt, SystemExit]))

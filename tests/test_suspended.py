@@ -186,6 +186,9 @@ class TestOddMoments:
             pass
         assert prepared.state is LifecycleState.SUSPENDED
         assert prepared._suspension.slots[-1].slot is slot  # the first to be undone again
+        assert {norm.weight.dtype for norm in (model.model.norm, model.model.layers[0].input_layernorm)} == {
+            torch.float32
+        }
         is_interrupting.clear()
         assert prepared.resume()
         assert prepared.state is LifecycleState.PREPARED

@@ -188,13 +188,14 @@ class Journal:
     ) -> list[tuple[Slot, Exception]]:
         """Undo all but the ``since`` oldest slots, and return the failures.
 
-        The newest is undone first, and each even when another fails.
+        The newest is undone first, and each even when another fails or is interrupted.
 
-        One that fails stays in the journal, and so do older ones: the next call undoes
-        them after it, and one of them may write what it writes. An interrupt is raised;
-        the next call goes on.
+        One that fails stays in the journal, and so do older ones: another call undoes
+        them after it, and one of them may write what it writes. The first interrupt is
+        raised in place of the failures.
         """
         failures: list[tuple[Slot, Exception]] = []
+        interrupt: BaseException | None = None
         for slot in show(self.slots[since:][::-1]):
             try:
                 slot.undo(tree, undoing or Undoing())
@@ -203,7 +204,11 @@ class Journal:
                     self.slots.pop()
             except Exception as error:
                 failures.append((slot, error))
+            except BaseException as error:
+                interrupt = interrupt or error
 
+        if interrupt is not None:
+            raise interrupt
         return failures
 
     def suspend(self, tree: Any, way_back: Journal, also: Iterable[Slot] = ()) -> None:

@@ -328,6 +328,31 @@ def test_an_undo_that_is_interrupted_is_finished_before_the_interrupt_is_raised(
     assert journal.slots == []
 
 
+def test_undoing_goes_on_when_one_undo_is_interrupted_at_every_try() -> None:
+    state, log = dict(START), []
+    journal = Journal()
+    interrupt = KeyboardInterrupt()
+    journal.apply(edits(state, log, b={"undo": interrupt}), LOOK)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        finish(journal.undo, LOOK)
+    assert caught.value is interrupt
+    assert state == START | {"b": 2}
+    assert [slot.edit.key for slot in journal.slots] == ["a", "b"]
+    journal.slots[1].edit.fails.clear()
+    assert journal.undo(LOOK) == []
+    assert state == START
+    assert journal.slots == []
+
+
+def test_unwinding_goes_on_when_one_undo_is_interrupted_at_every_try() -> None:
+    state = dict(START)
+    interrupt = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Journal().apply(edits(state, [], b={"undo": interrupt}, d={"apply": ValueError("no room")}), LOOK)
+    assert caught.value is interrupt
+    assert state == START | {"b": 2}
+
+
 def test_undo_can_keep_the_oldest_changes() -> None:
     state, log = dict(START), []
     journal = Journal()
