@@ -38,8 +38,8 @@ from kbitwrap import (
     prepared_of,
 )
 
+from ..model.wrappers import is_sharded_tensor
 from .lost_updates import LostUpdates
-from .shards import sharded_parameters
 
 _Model = Any  # a module, or ``None``
 _OF_FSDP1 = "_fsdp_wrapped_module."
@@ -501,8 +501,8 @@ def _refuse_sharded_integers(model: nn.Module) -> None:
     state = sys.modules["accelerate.state"].AcceleratorState
     if "FSDP" not in str(state._shared_state.get("distributed_type")):
         return
-    for fqn, parameter in sharded_parameters(model).items():
-        if not parameter.is_floating_point():
+    for fqn, parameter in model.named_parameters():
+        if is_sharded_tensor(parameter) and not parameter.is_floating_point():
             raise UnsupportedModelError(
                 f"{fqn}: accelerate sharded a 4-bit weight that is stored as {parameter.dtype}, which trains with a "
                 "loss of 0 and NaN, without an error: load the model with bnb_4bit_quant_storage set to its dtype, as "
@@ -520,8 +520,9 @@ def _refuse_lost_adapters(model: _Model) -> None:
     if not _has_adapters(model):
         return
     state = {}
-    for fqn, parameter in sharded_parameters(model).items():
-        if parameter.requires_grad and _OF_FSDP1 in fqn:
+    for fqn, parameter in model.named_parameters():
+        is_trained = parameter.requires_grad and is_sharded_tensor(parameter)
+        if is_trained and _OF_FSDP1 in fqn:
             state[fqn.replace(_OF_FSDP1, "")] = parameter
     if not state:
         return

@@ -18,7 +18,7 @@ from kbitwrap import (
     prepared_of,
 )
 
-from .shards import sharded_parameters
+from ..model.wrappers import is_sharded_tensor
 
 
 def sync_merged_weights() -> Callable[[], None]:
@@ -82,7 +82,8 @@ def _merged_weights(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
             "merges into the model itself again",
             expected=(LifecycleState.PREPARED, LifecycleState.SUSPENDED),
         )
-    if self.mode == "colocate" and sharded_parameters(prepared.model):
+    is_sharded = any(map(is_sharded_tensor, prepared.model.parameters()))
+    if self.mode == "colocate" and is_sharded:
         raise UnsupportedModelError(
             f"this {type(prepared.model).__name__} is sharded, and its merged weights are handed out on rank 0 alone, "
             'while each rank has an engine of its own: generate with vllm_mode="server", or do not shard the model'
