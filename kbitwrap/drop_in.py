@@ -164,7 +164,7 @@ def patched(precision: Precision | str = "full") -> Iterator[None]:
     the process's: one thread uses this at a time, and other processes are not affected.
 
     Args:
-        precision: What the drop-in prepares with; under ``"adapted"``,
+        precision: The precision that the drop-in prepares with; under ``"adapted"``,
             ``prepared_of(model).adopt(peft_model)`` has to be called afterwards, as
             ``KbitTrainerCallback`` does.
 

@@ -343,7 +343,7 @@ class TensorMeasure:
 
     Attributes:
         kept: The part of its delta that is there: the projection of its change on it.
-        error: What is beside the delta, as a part of the delta's length.
+        error: The rest of the change, beside the delta, as a part of the delta's length.
         bits: The bits of an element of the dtype that it is stored in.
         num_clipped: The elements that were to be beyond the range of their group's
             codes, by more than an eighth of its scale; a merge counts them where its

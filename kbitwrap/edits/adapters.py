@@ -1,7 +1,7 @@
 """The edit of adapters' dtypes.
 
 Adapters that were trained stay in the dtype that they were trained in: rounding them
-would lose what was learned. Those that were not go back exactly.
+would lose what was learned. Untrained adapters go back exactly.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Adapters(Slot):
     def _was_trained(self, storage: ParameterStorage, parameter: nn.Parameter) -> bool:
         """Whether a parameter has another value than the cast gave it.
 
-        A cast by others that is exact gives it none. What was sharded since is taken to
-        have one: its values are on several ranks.
+        An exact cast by others gives it none. A parameter that was sharded since is
+        taken to have one: its values are on several ranks.
         """
         if is_sharded_tensor(parameter):
             return True

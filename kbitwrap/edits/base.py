@@ -30,8 +30,8 @@ class Edit:
     """One reversible edit of a model, as a plan shows it.
 
     Attributes:
-        action: "hold", "record", "freeze", "store", "upcast", "cast", "compute" or
-            "checkpoint".
+        action: "hold", "record", "freeze", "store", "upcast", "cast", "compute",
+            "checkpoint" or "warn".
         fqns: The names of what is edited; ``""`` is the model.
         apply: Makes the edit.
         role: The role of all that is edited.

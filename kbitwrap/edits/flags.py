@@ -49,7 +49,7 @@ class Flags(Slot):
     ) -> list[tuple[ParameterRecord, nn.Parameter]]:
         """Return the parameters that are there, with their records.
 
-        With them is what was made of parameters that others resized.
+        The parameters that others made by resizing are among them.
         """
         found = []
         live = tree.live

@@ -1,6 +1,6 @@
 """The journal: the slots that were changed, and what they held.
 
-A slot is a place that can be read and written. What it holds is recorded before it is
+A slot is a place that can be read and written. Its value is recorded before it is
 written, so that an edit that fails half-way is undone too. This file does not use
 torch.
 """
@@ -225,7 +225,7 @@ class Journal:
     def resume(self, tree: Any) -> None:
         """Undo everything, and raise the first failure.
 
-        What failed stays, and this may be called again.
+        Slots that failed stay, and another call undoes them.
         """
         for _, error in self.undo(tree):
             raise error

@@ -38,7 +38,7 @@ class _Cache(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """What a module holds."""
+    """The contents of a module."""
 
     # its attributes, buffers and children, each by name
     values: list[Fields]
@@ -186,7 +186,7 @@ def _put_back(
 
     Args:
         module: The module, or what stands for it.
-        before: What it held.
+        before: Its contents before.
         only_tensors: Whether plain values stay where no tensor differs.
         is_shared: Whether its lists and dicts are another module's, too.
 

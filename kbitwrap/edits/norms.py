@@ -243,7 +243,7 @@ class Forwards(Slot):
     def read(self, tree: ModelTree) -> list[tuple[Float32Forward, bool]]:
         """Return every `Float32Forward` in the live model, and whether it runs there.
 
-        With them are those on modules that have left it.
+        The forwards of modules that have left the model are among them.
         """
         found = [ref() for ref in self._installed]
         for node in tree.modules:

@@ -69,7 +69,7 @@ class AcceleratePreparation(Attributes):
 def follow_train_mode(journal: Journal, tree: ModelTree) -> None:
     """Give modules outside the base the train mode of what contains them.
 
-    Such modules are adapters, wrappers and copies.
+    They are adapters, wrappers and copies.
     """
     followers = [node for node in tree.nodes if node.path and not node.is_base]
     journal.save(Attributes(["training"], [node.module for node in followers]))
@@ -102,7 +102,7 @@ class RuntimeState(OriginalSlot):
     def read(self, tree: Any = None) -> tuple[Fields, dict[str, Fields]]:
         """Return the fields of the layer, and those of the owners of its statistics.
 
-        Of a layer that is gone they are those from before.
+        Where the layer is gone, the fields are those from before.
         """
         module, weight = self._module(), self._weight()
         if module is None or weight is None:
@@ -215,7 +215,7 @@ class RuntimeState(OriginalSlot):
 def _weakly(value: Any) -> Any:
     """Return a value, held weakly if it is a large tensor.
 
-    That is an 8-bit weight, or as large as the statistics of a 4-bit one.
+    Large are 8-bit weights, and tensors of the size of a 4-bit weight's statistics.
     """
     if not isinstance(value, torch.Tensor):
         return value

@@ -1,7 +1,7 @@
 """Integrations with the libraries that train: one file each.
 
 Importing this package imports transformers; ``import kbitwrap`` does not import this
-package. What is for TRL is in ``kbitwrap.integrations.trl``.
+package. The integration with TRL is ``kbitwrap.integrations.trl``.
 
 Example:
     >>> from kbitwrap.integrations import (

@@ -20,7 +20,7 @@ class LostUpdates:
     1/512 of the value is lost. For the time of a step the values of what is trained are
     held twice. Nothing waits for the device before `take`.
 
-    Of parameters that FSDP2 sharded, those of this rank count.
+    Only this rank's part of a parameter that FSDP2 sharded counts.
     """
 
     def __init__(self) -> None:

@@ -227,7 +227,7 @@ def _adapters(tree: ModelTree) -> dict[str, dict[str, Any]]:
 def _ties(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Number the groups of names that are one tensor.
 
-    Such have the same memory, dtype, shape and stride.
+    They have the same memory, dtype, shape and stride.
     """
     groups: dict[Any, list[str]] = {}
     for fqn, parameter in parameters.items():

@@ -34,7 +34,7 @@ def compare(
     Args:
         first: The values expected of each tensor; those of the whole have the name
             ``""``.
-        second: Those that were found.
+        second: The values that were found.
         ignored: The names of tensors, and of values of the whole, that may differ.
 
     Returns:

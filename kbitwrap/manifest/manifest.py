@@ -234,7 +234,7 @@ class Manifest(Report, ManifestPart):
         """Return this manifest as that of a run that nobody recorded.
 
         Args:
-            unknown: What it does not know, in a few words each.
+            unknown: The facts that it does not know, in a few words each.
         """
         fields = {"unknown": tuple(unknown), "world_size": 1, "visible_devices": 1}
         return self.model_copy(update=fields)._of_lowest_version()
@@ -435,8 +435,7 @@ class Manifest(Report, ManifestPart):
                 differ; ``None`` names none.
 
         Returns:
-            How this manifest differs. What differs in the essence is at the name
-                ``""``.
+            The differences; those in the essence are at the name ``""``.
         """
         found = self.essence()
         ignored = ["transformers"]

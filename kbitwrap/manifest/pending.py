@@ -16,8 +16,8 @@ from .manifest import Manifest
 class BaseCheck:
     """A comparison of a base with a manifest that quantizes nothing for itself.
 
-    What is not pending is compared at once. Of a layer that is, a digest is taken when
-    it is quantized for whoever reads it first.
+    Layers that are not pending are compared at once. A pending layer is digested when
+    it is quantized for its first reader.
 
     Args:
         manifest: The manifest.
@@ -25,7 +25,8 @@ class BaseCheck:
         unknown: The names of tensors that may be others.
 
     Raises:
-        ManifestMismatchError: What can be compared at once is not what was recorded.
+        ManifestMismatchError: A layer that can be compared at once is not the recorded
+            one.
     """
 
     def __init__(

@@ -207,8 +207,8 @@ def _stored(layer: nn.Module) -> tuple[Tensor, Any, Any]:
 def dequantizer(module: nn.Module) -> Callable[[Rows], Tensor]:
     """Make a function that computes rows of a bitsandbytes layer's weight, as it runs.
 
-    The weight has the shape ``(out_features, in_features)``. What a pending layer was
-    quantized to is there as long as the function.
+    The weight has the shape ``(out_features, in_features)``. The quantized copy of a
+    pending layer lives as long as the function.
     """
     layer = quantized_layer(module)
     return functools.partial(_dequantized, layer, *_stored(layer))

@@ -1,4 +1,4 @@
-"""Which models cannot be edited parameter by parameter."""
+"""The refusals of models that cannot be edited parameter by parameter."""
 
 from __future__ import annotations
 
@@ -165,10 +165,7 @@ def refuse_transposed_scales(nodes: Iterable[Node]) -> None:
 
 
 def refuse_without_backward(tree: ModelTree, nodes: Iterable[Node]) -> None:
-    """Raise for tensors that were made in inference mode.
-
-    So it does for one of the nodes that computes by a kernel without a backward.
-    """
+    """Raise for tensors made in inference mode, and for nodes whose kernel has no backward."""
     for tensor in tree.tensors:
         is_kept = not is_rewritten(tensor.module, tensor.name)
         if tensor.parameter.is_inference() and is_kept:

@@ -115,7 +115,7 @@ def _as_dict(settings: Any) -> dict[str, Any]:
 def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
     """Name the sizes that a file leaves to the defaults of its class.
 
-    Those of nested configs may be left out.
+    The sizes of nested configs may be left out.
     """
     if not content:
         return []
@@ -546,7 +546,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 def _pack(parameter: Any, dtype: torch.dtype) -> None:
     """Give an unquantized meta weight the shape and dtype of its quantized storage.
 
-    What it is quantized from, in the dtype of the model, stays with it.
+    The weight that it is quantized from, in the dtype of the model, stays with it.
     """
     parameter.unpacked = torch.empty_like(parameter.data, dtype=dtype)
     storage: torch.dtype | None = getattr(parameter, "quant_storage", None)

@@ -1,4 +1,4 @@
-"""How a model is quantized, and what that permits.
+"""The quantization of a model, and what it permits.
 
 It names the quantization libraries, and so does `bitsandbytes_layers.py`.
 
@@ -86,7 +86,7 @@ def kind_of(settings: Mapping[str, Any]) -> QuantKind | None:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a model is quantized."""
+    """The quantization of a model."""
 
     method: str | None  # "bitsandbytes_4bit", "bitsandbytes_8bit" or another one's name
 
@@ -171,7 +171,7 @@ def is_quantized_parameter(parameter: Tensor) -> bool:
     """Return whether a parameter holds quantized storage, whatever its dtype.
 
     4-bit weights can be packed into half. An 8-bit layer may keep its weight in half,
-    and quantize it anew in each forward (``has_fp16_weights``).
+    and quantize it again in each forward (``has_fp16_weights``).
     """
     is_kept_half = getattr(parameter, "has_fp16_weights", False)
     return _is_bitsandbytes_parameter(parameter) and not is_kept_half

@@ -81,7 +81,7 @@ class ParameterRecord:
     def expects(self, data: Tensor) -> None:
         """Note that the parameter is about to get this memory.
 
-        So it is found wherever that is interrupted.
+        The parameter is found wherever the change is interrupted.
         """
         self._memories.update(_memory_of(data))
 
@@ -178,7 +178,7 @@ class Mark:
     def __init__(self, of: int = 0, records: Records | None = None) -> None:
         # the ``id`` of the module, which copies of it outlive
         self.of = of
-        self.records = records  # those of the preparation; a pickle is of none
+        self.records = records  # the preparation's; a pickle has none
         # of the parameters that are upcast, by name
         self.dtypes: dict[str, torch.dtype] = {}
 
@@ -225,7 +225,7 @@ class Records:
     def dtype_before(self, module: nn.Module, name: str) -> torch.dtype | None:
         """Return the dtype that a parameter had before it was upcast.
 
-        Of a copy, it is the dtype that the original had.
+        For a copy, it is the dtype that the original had.
         """
         mark = self.mark_of(module)
         return None if mark is None else mark.dtypes.get(name)

@@ -286,7 +286,7 @@ class ModelTree:
 
     @cached_property
     def adapters(self) -> list[Node]:
-        """PEFT's own modules."""
+        """The modules of PEFT's classes."""
         return self.of_class(is_adapter_class)
 
     def of_class(self, is_one: Callable[[Any], bool]) -> list[Node]:
@@ -324,7 +324,7 @@ class ModelTree:
 
     @cached_property
     def quantization(self) -> Quantization:
-        """How the model is quantized."""
+        """The quantization of the model."""
         return detect(self.model, [node.module for node in self.modules])
 
 

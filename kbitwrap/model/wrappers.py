@@ -53,7 +53,7 @@ REPLACES = "_kbitwrap_replaces"
 def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
     """Return a class of a module that is loaded already, or ``()``.
 
-    Of a class that is not loaded there are no instances.
+    A class that is not loaded has no instances.
     """
     found: type | tuple[()] = getattr(sys.modules.get(module_name), attribute, ())
     return found

@@ -36,7 +36,7 @@ from ..tensors.dtypes import HALF_DTYPES, parse_dtype
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
 """The engines that train with several processes, as their names are given."""
 TAKE_STAND_INS = ("fsdp1", "fsdp2")
-"""Those under which no weight can be upcast as it is used."""
+"""The engines under which no weight can be upcast as it is used."""
 _Tensors = list[NamedTensor]
 
 
@@ -197,9 +197,9 @@ class Casts:
 
     @functools.cached_property
     def stores(self) -> list[Edit]:
-        """Casts to float32, largest first.
+        """The casts to float32, largest first.
 
-        So the peak is what stays plus the last, small, originals.
+        In this order the peak is what stays plus the last, small, originals.
         """
         # of parameters that share memory
         groups: defaultdict[int, _Tensors] = defaultdict(list)
@@ -323,7 +323,7 @@ class Casts:
     def by_role(self) -> dict[str, dict[str, int]]:
         """Count parameters, and the bytes they hold and are to hold, by role.
 
-        What is one memory, seen in one way, counts once.
+        Parameters that are the same view of one memory count once.
         """
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
         seen = set()

@@ -72,8 +72,8 @@ def changes_of(
     """Find what became of the base, in one read of each device.
 
     First what is at the places of its parameters is told from what was, then the
-    values of those that are there. Whatever changed was trained where it requires grad,
-    else it drifted.
+    values of those that are there. A parameter that changed was trained where it
+    requires grad, else it drifted.
 
     Args:
         before: The record of the base.

@@ -96,7 +96,7 @@ def copies_of(
 def half_copies(before: Original, tree: ModelTree) -> list[NamedTensor]:
     """Return the copies of half parameters that are stored in half too.
 
-    They stand, by name, for parameters of the base. Those made while a model is
+    They stand, by name, for parameters of the base. Copies made while a model is
     prepared are in float32; these were made while it was suspended.
     """
     found = []

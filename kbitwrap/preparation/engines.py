@@ -88,7 +88,7 @@ def notes_on(
     """Return the way out of torch's errors about the dtypes of a prepared model.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
         precision: The precision that the model is prepared with.
         is_suspended: Whether the model is in its original state for a while.
 
@@ -181,7 +181,7 @@ def _outcome(
 def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
     """Say why an engine's policy would spoil 4-bit weights.
 
-    Those packed in a float dtype would be cast as if they were numbers.
+    Weights packed in a float dtype would be cast as if they were numbers.
     """
     for tensor in tree.tensors:
         dtype = tensor.parameter.dtype

@@ -1,8 +1,9 @@
 """Parameters found again, wherever others put them since they were recorded.
 
-First by their memory, at their places and then in the whole model; last by their values,
-at their places or else by name. A parameter that none of these finds was replaced. Those
-of adapters, which are cast and trained, are what is at their places.
+They are looked for first by their memory, at their places and then in the whole model;
+last by their values, at their places or else by name. A parameter that none of these
+finds was replaced. A parameter of an adapter, which is cast and trained, is the one at
+its place.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def find_again(before: Original, tree: ModelTree) -> None:
 def _find_by_memory(before: Original, tree: ModelTree, lost: _Records) -> _Records:
     """Find parameters at places that they did not have, by their memory.
 
-    Those of adapters are what is at their places, whatever their values are now.
+    A parameter of an adapter is the one at its place, whatever its values are now.
 
     Returns:
         The records of those that are still lost.
@@ -80,7 +81,7 @@ def _find_by_memory(before: Original, tree: ModelTree, lost: _Records) -> _Recor
 def _find_by_value(before: Original, tree: ModelTree, lost: _Records) -> None:
     """Find parameters that got other memory, as a move to another device gives it.
 
-    What is at their place, or else has their name, must hold their values.
+    The parameter at their place, or else of their name, must hold their values.
     """
     unknown: dict[str, NamedTensor] = {}  # at new places
     for tensor in tree.base_tensors:

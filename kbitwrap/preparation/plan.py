@@ -66,7 +66,7 @@ class Plan(Report):
             the parameters' devices while the model is prepared; beside the figures
             above, which do not count them.
         warnings: Consequences of these settings that need attention.
-        alarms: Those of them that a wrapper gives as ``UserWarning``, whether anybody
+        alarms: The warnings that a wrapper gives as ``UserWarning``, whether anybody
             looks at its plan or not.
         is_quantized: Whether the model is quantized; an unquantized one is never
             checkpointed.
@@ -368,7 +368,8 @@ def edits_of_adapters(casts: Casts, around: Casts) -> list[Edit]:
 
     Args:
         casts: The casts of the model.
-        around: Those of what was made of it: adapters of prompt learning lie outside.
+        around: The casts of what was made of the model: adapters of prompt learning lie
+            outside.
     """
     chunk_bytes = casts.config.head_chunk_bytes
     of_heads = functools.partial(HeadForward, chunk_bytes=chunk_bytes)

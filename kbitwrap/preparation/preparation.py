@@ -73,7 +73,7 @@ class Preparation:
         self.journal = Journal()
         # The plans applied, one on top of the other.
         self.plans: list[Plan] = []
-        # What restores found that failed, and are made again.
+        # The findings of restores that failed, for the next one to report.
         self._undone = Undoing()
 
     @property
@@ -121,7 +121,7 @@ class Preparation:
         or laid out otherwise after a forward is as it is stored.
         """
         model = self.before.model() if model is None else model
-        assert model is not None  # who calls holds it
+        assert model is not None  # the caller holds it
         tree = ModelTree(model, self.before.records)
         if reshard(tree):
             tree = ModelTree(model, self.before.records)
@@ -191,8 +191,8 @@ class Preparation:
     def adopt(self, peft_model: nn.Module) -> None:
         """Give new adapters their dtype, and norms of their blocks their arithmetic.
 
-        It is all or nothing, and the plan grows by it. What accelerate sets on the
-        model with the adapters is recorded, and undone by a restore.
+        It is all or nothing, and the plan grows by it. The attributes that accelerate
+        sets on the model with the adapters are recorded, and undone by a restore.
         """
         # Of the base only forwards of modules are replaced: no parameter has to be
         # found again.
@@ -297,7 +297,7 @@ class Preparation:
     def _upcast_copies(self) -> None:
         """Store copies in float32 that were made of base modules while suspended.
 
-        Those made while the model is prepared are in float32, and so are its
+        Copies made while the model is prepared are in float32, and so are its
         activations. A copy that was there, and kept in half by somebody, stays so.
         """
         if not self.upcasts_all:
@@ -313,7 +313,7 @@ class Preparation:
     def resume(self, way_back: Journal) -> None:
         """End a suspension.
 
-        What failed stays in ``way_back``, and this may be called again.
+        Slots that failed stay in ``way_back``, and another call undoes them.
         """
         with plain_mode():
             way_back.resume(self.tree())
@@ -322,7 +322,7 @@ class Preparation:
         """Read the model as it is prepared, before a restore.
 
         Args:
-            trained: What is done with values that changed while they were stored upcast.
+            trained: The policy for values that changed while they were stored upcast.
 
         Returns:
             The call that undoes everything, and may be made again after an interrupt.

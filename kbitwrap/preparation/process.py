@@ -47,9 +47,8 @@ def devices_of(tree: ModelTree) -> set[torch.device]:
 def devices(tree: ModelTree) -> dict[str, Any]:
     """Return the number of processes that train together, and of devices that this one sees.
 
-    Those that the model uses count as one.
-
-    With the type of those devices, where it is another than CUDA's.
+    The devices that the model uses count as one. Their type is returned too, where it
+    is another than CUDA's.
     """
     used = devices_of(tree)
     world_size = int(os.environ.get("WORLD_SIZE", 1))

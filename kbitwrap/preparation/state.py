@@ -28,7 +28,7 @@ from ..tensors.upcast import UpcastTensor
 from .fingerprints import changed_samples, take_samples
 
 Values = dict[str, Any]
-"""What is compared of a parameter or a module, by the names of differences."""
+"""The values of a parameter or a module that are compared, by the names of differences."""
 HOOKS = "input_gradient_hooks"
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -44,7 +44,7 @@ class ModelState:
     Attributes:
         model: The model, held weakly.
         records: The records of its parameters, by their places.
-        parameters: What an edit or an optimizer changes of each parameter.
+        parameters: The values of each parameter that an edit or an optimizer changes.
         owners: The base's modules by fqn, held weakly.
         modules: The attributes of these that a preparation sets.
         hooks: The hooks of all modules, by their ids, each as a line of a report.
@@ -86,7 +86,7 @@ class Buffer(NamedTuple):
 class Original(ModelState):
     """The state of a model before it was prepared, with what tells its values.
 
-    It is made before the first edit. What lies on an accelerator is not waited for.
+    It is made before the first edit, without waiting for an accelerator.
 
     Args:
         tree: The walk of the model. Its records become those of the preparation.
@@ -140,7 +140,7 @@ class Original(ModelState):
     def turned_on(self, tree: ModelTree) -> list[TensorRef]:
         """Return the places of base parameters that a restore makes trainable.
 
-        None where no adapter is live: then the base is all that can be trained.
+        There are none where no adapter is live: then only the base can be trained.
         """
         found = []
         for record in dict.fromkeys(self.base.values()) if tree.adapter_ids else ():

@@ -147,7 +147,7 @@ class Codes(ABC):
 
         Args:
             stored: Bytes of codes.
-            added: What to add to the value of each, in parts of its scale.
+            added: The addend of the value of each, in parts of its scale.
             numbers: Random numbers, in steps between two codes.
 
         Returns:

@@ -1,6 +1,6 @@
 """A tensor whose values are computed when they are asked for.
 
-What lays a checkpoint out takes the whole state dict at once.
+A library that lays a checkpoint out takes the whole state dict at once.
 """
 
 from __future__ import annotations
