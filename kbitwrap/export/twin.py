@@ -190,9 +190,7 @@ class _Copier:
 
         It is ``None`` where the parameter stores that itself.
         """
-        key = id(parameter)
-        record = self.tree.known.get(key) or self.tree.sharded.get(key)
-        record = record or self.tree.records.at(module, name)
+        record = self.tree.found(parameter) or self.tree.records.at(module, name)
         return None if record is None else self.held.get(record)
 
 

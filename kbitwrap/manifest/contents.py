@@ -155,7 +155,7 @@ def _record(
     was = left = None
     if preparation is not None and tree is not None:
         was = preparation.before.buffers.get(fqn)
-        known = tree.known.get(id(live)) or tree.sharded.get(id(live))
+        known = tree.found(live)
         if known is not None:
             flag = preparation.before.flag(known)
             left = preparation.left_of(known)

@@ -186,6 +186,10 @@ class ModelTree:
         """The ``id`` of every parameter."""
         return {id(tensor.parameter) for tensor in self.tensors}
 
+    def found(self, parameter: Any) -> ParameterRecord | None:
+        """Return the record of a parameter that was found again, whole or sharded."""
+        return self.known.get(id(parameter)) or self.sharded.get(id(parameter))
+
     def at_places(self, record: ParameterRecord) -> list[nn.Parameter]:
         """Return the parameters at a record's places that are in the model.
 

@@ -171,9 +171,12 @@ def _changed_values(
     others: _Parameters = {}
     for record, parameter in parameters.items():
         holder = holders.get(record)
-        is_storage = isinstance(holder, ParameterStorage) and holder.kept is not None
-        if is_storage and holder.converts(parameter):  # type: ignore[union-attr]
-            answers[record] = holder.compare(parameter.data)[0]  # type: ignore[union-attr]
+        if (
+            isinstance(holder, ParameterStorage)
+            and holder.kept is not None
+            and holder.converts(parameter)
+        ):
+            answers[record] = holder.compare(parameter.data)[0]
         else:
             others[record] = parameter
 
@@ -217,7 +220,7 @@ def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:
 
     for tensor in tree.base_tensors:
         parameter, key = tensor.parameter, id(tensor.parameter)
-        record = tree.known.get(key) or tree.sharded.get(key)
+        record = tree.found(parameter)
         if record is None or record not in after.parameters:
             continue
         ignored = set()
@@ -273,8 +276,7 @@ def others_in(
     replaced: list[str] = []
     foreign: list[str] = []
     for tensor in tree.tensors:
-        parameter, key = tensor.parameter, id(tensor.parameter)
-        record = tree.known.get(key) or tree.sharded.get(key)
+        parameter, record = tensor.parameter, tree.found(tensor.parameter)
         if record is not None:
             ignored = {"writes"}
             if record in kept_dtype:
