@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from kbitwrap import (
@@ -27,6 +26,7 @@ from kbitwrap import (
 )
 from kbitwrap.cli import main
 from support import zoo
+from support.memory import live_bytes
 from support.thorough import every_other, few
 
 FIGURES = ("quantization", "added_bytes", "peak_bytes", "cache_bytes", "record_bytes", "by_role", "warnings")
@@ -49,12 +49,6 @@ def without_checkpointing() -> str:
 
 def figures(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in FIGURES}
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    stored = [parameter.untyped_storage() for _, parameter in model.named_parameters()]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in stored}
-    return sum(storages.values())
 
 
 @pytest.fixture
@@ -87,9 +81,9 @@ def test_the_plan_is_that_of_the_loaded_model(name: str, quant: str) -> None:
         plan = Plan.for_pretrained(zoo.checkpoint(name), quantization(name, quant), torch.bfloat16, **settings)
         assert figures(plan) == figures(build_plan(model, **settings))
         assert [edit.fqns for edit in plan.edits] == [edit.fqns for edit in build_plan(model, **settings).edits]
-        loaded = parameter_bytes(model)
+        loaded = live_bytes(model)
         with KbitPreparedModel(model, **settings):
-            assert parameter_bytes(model) - loaded == plan.added_bytes
+            assert live_bytes(model) - loaded == plan.added_bytes
 
 
 @pytest.mark.parametrize("name", every_other(["llama", "t5", "gpt2", "bert"]))
