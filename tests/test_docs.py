@@ -257,6 +257,21 @@ def test_the_stories_are_true(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
+def commands_not_run() -> list[str]:
+    """The commands of kbitwrap in blocks that need what a test does not have."""
+    found = []
+    for path in pages.pages().values():
+        blocks = [block for block in pages.blocks(path, "bash") if block.title in NEEDS]
+        found += [line for block in blocks for line in block.text.splitlines() if line.startswith("kbitwrap ")]
+    return found
+
+
+@pytest.mark.parametrize("command", commands_not_run())
+def test_a_command_that_is_not_run_has_options_that_exist(command: str) -> None:
+    name, *rest = shlex.split(command)[1:]
+    assert main([name, "--help", *rest]) == 0
+
+
 def test_a_command_of_the_figures_that_a_page_names_exists() -> None:
     texts = [path.read_text(encoding="utf-8") for path in pages.pages().values()]
     named = {name for text in texts for name in re.findall(r"python docs/figures ([a-z_]+)", text)}
