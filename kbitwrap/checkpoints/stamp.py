@@ -113,10 +113,8 @@ def stamp_adapter(
         try:
             recorded = Manifest.of(preparation)
         finally:
-            failures = preparation.journal.undo(tree)
             preparation.release()
-            for _, error in failures:
-                raise error
+            preparation.journal.resume(tree)
         adapted_base(trained, saved)  # which raises for an adapter of another base
 
     is_given = quantization_config not in (None, False)
