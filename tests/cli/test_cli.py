@@ -45,10 +45,9 @@ def test_libraries_are_loud_again(error: type[Exception] | None) -> None:
             transformers_logging.disable_progress_bar()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 99, reason="needs a machine without that many devices")
 def test_a_device_that_is_not_there_is_named_with_what_to_give_instead() -> None:
     assert checked_device("cpu") == "cpu"
-    for name in ("cuda:99", "cuda:x", "tpu", "meta"):
+    for name in (f"cuda:{torch.cuda.device_count()}", "cuda:x", "tpu", "meta"):
         with pytest.raises(InputError, match=rf"--device: device '{name}' is not available: .+ give cpu"):
             checked_device(name)
 

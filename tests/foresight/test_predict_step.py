@@ -107,5 +107,5 @@ def test_a_base_that_was_saved_quantized_keeps_its_dtype_whichever_is_asked_for(
     zoo.load("llama", "nf4", dtype).save_pretrained(tmp_path)
     of_its_own, asked = (predict_step(tmp_path, dtype=one, **SHAPE).to_dict() for one in (None, "bfloat16"))
     (warning,) = set(asked["warnings"]) - set(of_its_own["warnings"])
-    assert f"files are {str(dtype).removeprefix('torch.')}, which loading keeps" in warning
+    assert f"the base's files are {str(dtype).removeprefix('torch.')}, which loading keeps" in warning
     assert {**asked, "warnings": None} == {**of_its_own, "warnings": None}
