@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..config import QuantKind, StrPath
 from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
-from ..model.pretrained import read_config
+from ..model.pretrained import as_plain, read_config
 from ..model.quantization import kind_of
 from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter
@@ -124,11 +124,6 @@ def own_quantization(
             return as_plain(own)  # type: ignore[no-any-return]
 
     return None
-
-
-def as_plain(settings: Any) -> Any:
-    """Return the quantization config of a loaded model as plain values, as it is in files."""
-    return settings.to_dict() if hasattr(settings, "to_dict") else settings
 
 
 def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import QuantKind
 from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
-from ..model.pretrained import read_config
+from ..model.pretrained import as_plain, read_config
 from ..model.quantization import SKIPPED_LAYERS, skipped_layers
 from ..model.wrappers import unwrap
 from ..reports import first_of, shown
@@ -32,7 +32,6 @@ from .base_quantization import (
     QUANTIZATION,
     UNKNOWN,
     BaseQuantization,
-    as_plain,
     find_quantization,
 )
 from .causes import REQUANTIZED_TO_4_BITS

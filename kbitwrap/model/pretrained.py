@@ -74,7 +74,7 @@ def meta_model(
     if dtype is not None and dtype != "auto":
         chosen = parse_dtype(dtype, is_floating=True)
 
-    settings = _as_dict(getattr(config, "quantization_config", None))
+    settings = as_plain(getattr(config, "quantization_config", None)) or {}
     is_quantized = settings.get("load_in_4bit") or settings.get("load_in_8bit")
     if chosen != of_files and is_quantized:
         assumed.append(kept_dtype(of_files, chosen))
@@ -104,12 +104,9 @@ def kept_dtype(of_files: torch.dtype, asked: torch.dtype) -> str:
     )
 
 
-def _as_dict(settings: Any) -> dict[str, Any]:
-    """Return the settings of a quantization as a dict; the config of a loaded model holds an object."""
-    found: dict[str, Any] = (
-        settings.to_dict() if hasattr(settings, "to_dict") else settings
-    )
-    return found or {}
+def as_plain(settings: Any) -> Any:
+    """Return a quantization config as plain values, as it is in files; that of a loaded model is an object."""
+    return settings.to_dict() if hasattr(settings, "to_dict") else settings
 
 
 def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
@@ -433,7 +430,7 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
     own: Any = next((one for one in found if one is not None), None)
     settings: Any = copy.deepcopy(quantization_config)
     is_quantized = own is not None and AutoHfQuantizer.supports_quant_method(
-        _as_dict(own)
+        as_plain(own)
     )
     if is_quantized:
         settings = AutoHfQuantizer.merge_quantization_configs(own, settings)
