@@ -30,7 +30,7 @@ from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.preparation import Preparation
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from ..tensors.lazy import materialize
-from .inspection import inspect_checkpoint
+from .inspection import inspect_opened
 from .reader import (
     StoredTensor,
     adapter_file,
@@ -147,7 +147,7 @@ class Base:
 
     @functools.cached_property
     def quantization(self) -> Quantization:
-        """How its config says that it is quantized."""
+        """The quantization that its config names."""
         if self.meta is None:
             return Quantization(None)
         return ModelTree(self.meta).quantization
@@ -328,7 +328,7 @@ def _read_optimizer(path: Path) -> Optimizer:
 def _saved_base(path: Path) -> Base:
     """Read the headers of a saved base, and the statistics of its 4-bit weights."""
     checkpoint = open_checkpoint(path)
-    report = inspect_checkpoint(path)
+    report = inspect_opened(checkpoint)
     plain: dict[str, torch.Tensor] = {}
     sources: dict[str, torch.dtype | None] = {}
     transposed = []

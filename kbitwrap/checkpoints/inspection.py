@@ -119,7 +119,11 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
         >>> report.leftovers, report.half_dtype
         ({'norms': {'norm.weight': 8}}, 'bfloat16')
     """
-    checkpoint = open_checkpoint(path)
+    return inspect_opened(open_checkpoint(path))
+
+
+def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
+    """Find the same in a checkpoint that was opened."""
     beside = checkpoint.beside
     quantization = {name for name in beside if _QUANTIZATION_STATE.search(name)}
     adapters = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
