@@ -13,8 +13,6 @@ import argparse
 import copy
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import nn
 
 from kbitwrap import KbitPreparedModel
 from kbitwrap.cli.console import quiet_libraries
+from measuring import clock
 
 ROWS_AT_ONCE = 128
 ROUNDS = 5
@@ -62,13 +61,6 @@ def merge_by_parts(layers: list[Any], rows: int, path: Path) -> None:
     save_file(tensors, path)
 
 
-def cpu_seconds(call: Callable[[], object]) -> float:
-    """Return the CPU time of a call, in seconds."""
-    started = time.process_time()
-    call()
-    return time.process_time() - started
-
-
 def main() -> None:
     """Export, merge by parts, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,10 +84,10 @@ def main() -> None:
 
         export()  # the first also sets things up
         for _ in range(ROUNDS):
-            exported = cpu_seconds(export)
+            exported = clock(export).cpu_seconds
             for name, rows in (("a few rows", ROWS_AT_ONCE), ("whole layers", arguments.width)):
-                by_parts = cpu_seconds(lambda rows=rows: merge_by_parts(layers, rows, folder / "parts.safetensors"))
-                ratios[name].append(exported / by_parts)
+                by_parts = clock(lambda rows=rows: merge_by_parts(layers, rows, folder / "parts.safetensors"))
+                ratios[name].append(exported / by_parts.cpu_seconds)
 
     for name, found in ratios.items():
         each = ", ".join(f"{ratio:.2f}" for ratio in found)

@@ -116,7 +116,7 @@ class Figures:
 
     @property
     def leaves(self) -> Sequence[Figures]:
-        """Those of its matrices, if it is a stack that has them, or else these."""
+        """The figures of its matrices, if it is a stack that has them, or else these alone."""
         return self.matrices or [self]
 
     @property
@@ -202,32 +202,31 @@ def compare(
         for against, more in zip(total, of_matrix, strict=True):
             against.include(more)
 
-    matrices = []
-    for index, of_matrix in enumerate(sums if len(sums) > 1 else ()):
-        rows = [side.view(len(sums), -1)[index] for side in sample]
-        one = Figures(
-            f"{fqn}[{index}]",
-            shape[-2:],
+    def make(
+        name: str,
+        shape: tuple[int, ...],
+        against: list[ComparisonSums],
+        picked: list[Tensor],
+        matrices: Sequence[Figures] = (),
+    ) -> Figures:
+        return Figures(
+            name,
+            shape,
             found.dtype if stored is None else stored.dtype,
             stored,
             was_quantized,
-            of_matrix[0],
-            of_matrix[1] if original is not None else None,
-            Sample(*rows),
+            against[0],
+            against[1] if original is not None else None,
+            Sample(*picked),
+            matrices=matrices,
         )
-        matrices.append(one)
 
-    return Figures(
-        fqn,
-        shape,
-        found.dtype if stored is None else stored.dtype,
-        stored,
-        was_quantized,
-        total[0],
-        total[1] if original is not None else None,
-        Sample(*sample),
-        matrices=matrices,
-    )
+    matrices = []
+    for index, of_matrix in enumerate(sums if len(sums) > 1 else ()):
+        rows = [side.view(len(sums), -1)[index] for side in sample]
+        matrices.append(make(f"{fqn}[{index}]", shape[-2:], of_matrix, rows))
+
+    return make(fqn, shape, total, sample, matrices)
 
 
 def grid_of(shape: tuple[int, ...]) -> Tensor:

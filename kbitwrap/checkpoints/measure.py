@@ -125,9 +125,9 @@ class MergeMeasure:
     def __str__(self) -> str:
         if self.faults:
             by_number = sorted(self.faults, key=lambda fault: -len(fault.fqns))
-            causes = "; ".join(map(_shortly, by_number))
+            named = [f"{one.cause} ({first_of(one.fqns, 1)})" for one in by_number]
             onto = f" onto the base's weights {self.assumed}" if self.assumed else ""
-            return f"not a merge{onto}: {causes}"
+            return f"not a merge{onto}: {'; '.join(named)}"
 
         if not self.tensors:
             return "a merge: the adapter adds nothing, and neither does the checkpoint"
@@ -141,13 +141,6 @@ class MergeMeasure:
         if self.assumed and self.onto == OTHER:
             base = f"added to the base's weights {self.assumed}"
         return f"a merge: {self.kept:.1%} of the adapter's delta, {base}"
-
-
-def _shortly(fault: MergeFault) -> str:
-    """Return the cause, with the first tensor and the number of the others."""
-    first, *others = fault.fqns
-    more = f" and {len(others):,} more" if others else ""
-    return f"{fault.cause} ({first}{more})"
 
 
 def measure_merge(

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from .. import ConfigError
+from ..reports import first_of
 from .console import (
     EXIT_DONE,
     EXIT_NO,
@@ -280,9 +281,7 @@ def _leftovers(checkpoint: Result) -> list[RenderableType]:
 
 def _some(names: list[str]) -> str:
     """Name the first of many names, and count the others."""
-    shown = ", ".join(printable(name) for name in names[:_MOST_NAMES])
-    num_more = len(names) - _MOST_NAMES
-    return f"{shown} and {num_more} more" if num_more > 0 else shown
+    return first_of([printable(name) for name in names], _MOST_NAMES)
 
 
 # ----------------------------------------------------------------------------------------------------
