@@ -54,7 +54,7 @@ class SavedAdapter:
 
     @property
     def name(self) -> str:
-        """How a message names it."""
+        """The adapter in the words of a message."""
         return f"the adapter in {os.fspath(self.folder)!r}"
 
     @property

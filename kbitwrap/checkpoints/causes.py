@@ -152,7 +152,7 @@ def find_causes(
 
 
 class _Known(NamedTuple):
-    """What `find_causes` is told, and the matrices, and other tensors, by their shapes."""
+    """The arguments of `find_causes`, and the matrices, and other tensors, by their shapes."""
 
     copies: Collection[str]
     tied: Mapping[str, str]

@@ -43,7 +43,7 @@ Exit status: 0 every answer is yes, 1 one is no, 2 bad usage or bad input."""
 
 PEFT, COMPUTE, NORMS = WAYS = ("peft", "compute", "norms")
 ASPECTS = ("bytes", "dtypes", "requires_grad", "parameters", "hooks", "attributes")
-"""What ``base_state`` tells of a base."""
+"""The aspects in which ``base_state`` describes a base."""
 _TITLE = "built-in byte-level Llama, nf4: PEFT's way and ours\n"
 _NEXT = """Next, with your own:
   kbitwrap plan MODEL --step --budget 8GiB
@@ -452,16 +452,16 @@ def _show(result: Result) -> None:
         "bytes of a training step, predicted": "predicted_bytes",
         "bytes of a training step, measured": "step_bytes",
     }.items():
-        rows.append([title, *(f"{sides[way][key]:,}" for way in WAYS)])
+        rows.append([title, *(f"{side[key]:,}" for side in sides.values())])
     losses = [sides[way]["difference_from_peft"]["loss"] for way in (COMPUTE, NORMS)]
     rows.append(
         ["first loss, distance from PEFT's", "-", *(f"{loss:.2g}" for loss in losses)]
     )
     shown = ("dtypes", "hooks", "requires_grad", "attributes")
-    left = {way: sum(sides[way]["left"][key] for key in shown) for way in WAYS}
-    rows.append(
-        ["dtypes, hooks and flags left changed", *(str(left[way]) for way in WAYS)]
-    )
+    left = {}
+    for way, side in sides.items():
+        left[way] = sum(side["left"][key] for key in shown)
+    rows.append(["dtypes, hooks and flags left changed", *map(str, left.values())])
 
     merges = [["merged by", "fine-tune lost", "kbitwrap doctor says"]]
     for merge in result["merges"]:

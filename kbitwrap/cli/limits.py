@@ -19,7 +19,7 @@ def gib(num_bytes: int) -> str:
 
 
 CUDA_CONTEXT = " to ".join(map(gib, CUDA_CONTEXT_BYTES))
-"""The same in words."""
+"""The bytes that a CUDA context takes, in words."""
 
 
 class Limit(NamedTuple):

@@ -83,7 +83,7 @@ Metadata = Mapping[str, str] | None
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
 Reported = Progress | bool | None
-"""How to tell of the bytes written: by a function, by a bar or not at all.
+"""The way to tell of the bytes written: by a function, by a bar or not at all.
 
 ``None`` shows a bar on a terminal.
 """

@@ -37,7 +37,7 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 class Position(NamedTuple):
-    """Where in a step it is.
+    """A place in a step.
 
     Attributes:
         phase: One of ``PHASES``; empty before the step.
@@ -53,7 +53,7 @@ class Position(NamedTuple):
 Sizes = Counter[str]
 """Bytes by kind."""
 Times = Mapping[tuple[Position, Position], int]
-"""How often the storages that a run frees stand for: by the mark of the run, and that of the one that made them."""
+"""The blocks that a storage stands for when a run frees it, by the run's mark and the storage's origin."""
 
 
 @dataclass(eq=False, frozen=True)

@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 Shapes = tuple[Shape, ...]
-"""Those of several."""
+"""The parameters that are trained, in order."""
 
 
 class OptimizerSteps:
