@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pytest
 
-from sections import DOCS, replace_section, section
+from sections import DOCS, markdown_table, replace_section, section
 
 PAGE = DOCS / "compatibility.md"
 COLUMNS = ("wrapper", "export", "merged export", "drop-in", "Trainer")
@@ -36,11 +36,11 @@ class Answers:
 
     def table(self, old: str) -> str:
         """The table, in the order of the old one; new rows come last, in the order of the tests."""
-        head = [f"| {' | '.join(row)} |" for row in (["method", *COLUMNS], ["---"] * (len(COLUMNS) + 1))]
+        head = markdown_table([["method", *COLUMNS]])
         lines = {line.split("|")[1].strip(): line for line in old.strip().splitlines()[2:]}
         for row, found in self.rows.items():
             lines[row] = f"| {row} | {' | '.join('; '.join(found.get(column, ['-'])) for column in COLUMNS)} |"
-        return "\n".join([*head, *lines.values()])
+        return "\n".join([head, *lines.values()])
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ from kbitwrap import KbitPreparedModel
 from kbitwrap.cli.console import quiet_libraries
 from kbitwrap.model.quantization import bitsandbytes_config
 from llamas import FLOAT64
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 PAGE = DOCS / "evidence.md"
 FIGURES = DOCS / "benchmarks" / "evidence.json"
@@ -214,7 +214,8 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
+    found = losses.spread(values)
+    return found["mean"], found["error"]
 
 
 def _differences(run: dict[str, Any], name: str) -> list[float]:
@@ -236,29 +237,26 @@ def _ratios(distances: dict[str, list[float]], name: str) -> list[float]:
     return [a / b for a, b in zip(distances[name], distances["none"], strict=True)]
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def tables(result: dict[str, Any]) -> str:
     """The tables of the page."""
     kinds = ("logits off", "to `none`'s", "gradients off", "to `none`'s")
-    lines = [_row("", "precision", "held-out loss", "minus `none`'s", *kinds), _row(*["---"] * 8)]
+    llamas_rows = [["", "precision", "held-out loss", "minus `none`'s", *kinds]]
     for arithmetic, run in result["llama"].items():
         for name in (*PRECISIONS, FLOAT64):
             mean, error = _spread(_differences(run, name))
             difference = "" if name == "none" else f"{mean:+.5f} ± {error:.5f}"
             loss = f"{run['losses'][name]['held_out_loss']['mean']:.4f}"
-            lines.append(_row(arithmetic, f"`{name}`", loss, difference, *_off(result, arithmetic, "Llama", name)))
-    lines += ["", _row("", "precision", "hidden states off", *kinds[1:]), _row(*["---"] * 6)]
+            off = _off(result, arithmetic, "Llama", name)
+            llamas_rows.append([arithmetic, f"`{name}`", loss, difference, *off])
+    encoders_rows = [["", "precision", "hidden states off", *kinds[1:]]]
     for arithmetic in result["encoder"]:
-        lines += [_row(arithmetic, f"`{name}`", *_off(result, arithmetic, "MiniLM", name)) for name in PRECISIONS]
-    lines += ["", _row("norm of", "dtype", "one channel", "`none` off", "`norms` off"), _row(*["---"] * 5)]
+        encoders_rows += [[arithmetic, f"`{name}`", *_off(result, arithmetic, "MiniLM", name)] for name in PRECISIONS]
+    norms_rows = [["norm of", "dtype", "one channel", "`none` off", "`norms` off"]]
     for found in result["norms"]:
         size = "as the others" if found["factor"] == 1 else f"{found['factor']} times the others"
         off = [f"{100 * found[name]:.3f} %" for name in ("none", "norms")]
-        lines.append(_row(found["norm"], found["dtype"], size, *off))
-    return "\n".join(lines) + "\n"
+        norms_rows.append([found["norm"], found["dtype"], size, *off])
+    return "\n\n".join(map(markdown_table, (llamas_rows, encoders_rows, norms_rows)))
 
 
 def _off(result: dict[str, Any], arithmetic: str, model: str, name: str) -> list[str]:

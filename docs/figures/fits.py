@@ -26,7 +26,7 @@ from kbitwrap import StepPredictor
 from kbitwrap.cli.console import quiet_libraries
 from kbitwrap.cli.limits import limit_of
 from kbitwrap.cli.trainers import arguments
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 MODELS = Path(__file__).with_name("fits_models.json")
 FIGURES = DOCS / "benchmarks" / "fits.json"
@@ -147,21 +147,21 @@ def cell(longest: int, largest: int) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     head = ["model", "precision", "trained by", *(f"{device} GB" for device in DEVICES)]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for row in rows:
         name = row["model"].rpartition("/")[2]
         fits = [cell(*row["fits"][str(device)]) for device in DEVICES]
         lines.append([name, row["precision"], SHOWN[row["trainer"]], *fits])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown_table(lines)
 
 
 def sources() -> str:
     """The models, with where their configs are published, and where these were read, as Markdown."""
-    lines = ["| model | config | read in |", "| --- | --- | --- |"]
+    rows = [["model", "config", "read in"]]
     for model in models():
         name = model["name"].rpartition("/")[2]
-        lines.append(f"| {name} | [{model['name']}]({model['source']}) | {'; '.join(model['read'])} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, f"[{model['name']}]({model['source']})", "; ".join(model["read"])])
+    return markdown_table(rows)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 # The most valuable first, with their limits in seconds.
 LIMITS = {"first": 80, "reporter": 60, "mistral": 110, "qwen": 130, "bits": 60, "speed": 80, "tests": 60}
@@ -150,10 +150,10 @@ def conditions(environment: Mapping[str, str]) -> str:
 
 def table(rows: Mapping[str, Mapping[str, Any]], keys: tuple[str, ...]) -> str:
     """Rows of the same figures as Markdown."""
-    columns = [("", *rows), *((heading(key), *(shown(key, row[key]) for row in rows.values())) for key in keys)]
-    lines = [f"| {' | '.join(line)} |" for line in zip(*columns, strict=True)]
-    lines.insert(1, f"| --- |{' --- |' if keys == ('found',) else ' ---: |' * len(keys)}")
-    return "\n".join(lines)
+    lines = [["", *map(heading, keys)]]
+    for title, row in rows.items():
+        lines.append([title, *(shown(key, row[key]) for key in keys)])
+    return markdown_table(lines, "---" if keys == ("found",) else "---:")
 
 
 def heading(key: str) -> str:

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 PAGE, FIGURES = DOCS / "guarantees.md", DOCS / "benchmarks" / "guarantees.json"
 GOALS = {"faults": 100_000, "cycles": 10_000, "kills": 500, "sequences": 100_000, "files": 1_000_000}
@@ -30,12 +30,12 @@ def add(runs: list[dict[str, Any]], record: dict[str, Any]) -> None:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """The sums by kind."""
-    lines = ["| kind | trials | at least | violations | hours of one core |", "|---|---:|---:|---:|---:|"]
+    rows = [["kind", "trials", "at least", "violations", "hours of one core"]]
     for kind, goal in GOALS.items():
         of_kind = [run for run in runs if run["kind"] == kind]
         trials, violations, seconds = (sum(run[key] for run in of_kind) for key in ("trials", "violations", "seconds"))
-        lines.append(f"| `{kind}` | {trials:,} | {goal:,} | {violations} | {seconds / 3600:.1f} |")
-    return "\n".join(lines)
+        rows.append([f"`{kind}`", f"{trials:,}", f"{goal:,}", str(violations), f"{seconds / 3600:.1f}"])
+    return markdown_table(rows, "---:")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from kbitwrap import Plan, Precision, StepMemory, predict_step
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 _LLAMA_SHAPED = {
     "hidden_size": 4096,
@@ -80,7 +80,7 @@ def added_table() -> str:
         loaded = sum(figures["bytes"] for figures in plan(name, Precision.NONE).by_role.values())
         added = [_added(plan(name, precision).added_bytes) for precision in Precision]
         rows.append([name, _mib(loaded), *added])
-    return _markdown(rows)
+    return markdown_table(rows, "---:")
 
 
 def role_table() -> str:
@@ -91,7 +91,7 @@ def role_table() -> str:
     rows = [["model", *columns]]
     for name, found in plans.items():
         rows.append([name, *(_added(found.by_role.get(role, {}).get("added_bytes", 0)) for role in columns)])
-    return _markdown(rows)
+    return markdown_table(rows, "---:")
 
 
 def peak_table() -> str:
@@ -101,7 +101,7 @@ def peak_table() -> str:
         full = plan(name, Precision.FULL)
         reserved = full.added_bytes + full.cache_bytes
         rows.append([name, *map(_mib, (full.added_bytes, full.peak_bytes, full.cache_bytes, reserved))])
-    return _markdown(rows)
+    return markdown_table(rows, "---:")
 
 
 def step(name: str, precision: str) -> StepMemory:
@@ -126,7 +126,7 @@ def step_table() -> str:
             phases = found.static_bytes, found.forward_bytes, found.backward_bytes, found.optimizer_bytes
             levels = (*phases, found.peak_bytes)
             rows.append([name, f"`{precision}`", *(f"{level / 2**30:.2f}" for level in levels)])
-    return _markdown(rows)
+    return markdown_table(rows, "---:")
 
 
 MEMORY_PAGE, STEP_PAGE = DOCS / "memory.md", DOCS / "step.md"
@@ -148,8 +148,3 @@ def _added(num_bytes: int) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f}"
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])

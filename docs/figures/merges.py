@@ -32,7 +32,7 @@ from kbitwrap.cli.console import quiet_libraries
 from machine import environment
 from merge_sizes import ALL, MISTRAL, NONE, QKV, merged_bytes
 from merge_subjects import Llama, MiniLM, Subject
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 MERGE_PAGE = DOCS / "merge.md"
 MEASURE_PAGE = DOCS / "measure.md"
@@ -246,11 +246,6 @@ NAMES = {
 }
 
 
-def row(*cells: str) -> str:
-    """A row of a table."""
-    return f"| {' | '.join(cells)} |"
-
-
 def kept_and_left(merges: Sequence[dict[str, Any]], way: str) -> tuple[str, str]:
     """The gain that is kept, and the part of the base's divergence that is left: means over all, and the worst."""
     kept = [one["gain"] for adapter in merges for one in adapter["merges"][way]]
@@ -279,21 +274,21 @@ def percent(part: float) -> str:
 def choice_table(result: dict[str, Any]) -> str:
     """The table of the ways to merge."""
     titles = [f"{what}, {name}" for name in SUBJECTS for what in ("gain kept", "KL left")]
-    lines = [row("merged by", "Mistral-7B", *titles, "loads with"), row(*["---"] * 7)]
+    rows = [["merged by", "Mistral-7B", *titles, "loads with"]]
     for way, name in NAMES.items():
         cells = []
         for subject in SUBJECTS:
             chosen = [adapter for adapter in result[subject]["adapters"] if adapter["is_chosen"]]
             cells += kept_and_left([result[subject]["partly"]] if way == MIXED else chosen, way)
         size = f"{merged_bytes(MISTRAL, SIZES[way]) / GIB:.2f} GiB"
-        lines.append(row(name, size, *cells, LOADERS[way]))
-    return "\n".join(lines)
+        rows.append([name, size, *cells, LOADERS[way]])
+    return markdown_table(rows)
 
 
 def delta_table(result: dict[str, Any]) -> str:
     """The table of adapters of several sizes."""
     titles = ("delta", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left")
-    lines = [row("", *titles), row(*["---"] * 7)]
+    rows = [["", *titles]]
     for subject in SUBJECTS:
         for adapter in result[subject]["adapters"]:
             gain = result[subject]["base_loss"] - adapter["loss"]
@@ -301,34 +296,32 @@ def delta_table(result: dict[str, Any]) -> str:
             cells = [*ours, *theirs]
             if gain < 0:
                 cells[0], cells[2] = ("refused" if cell == "refused" else "-" for cell in (cells[0], cells[2]))
-            lines.append(row(subject, percent(adapter["delta"]), f"{gain:+.4f}", *cells))
-    return "\n".join(lines)
+            rows.append([subject, percent(adapter["delta"]), f"{gain:+.4f}", *cells])
+    return markdown_table(rows)
 
 
 def format_table(result: dict[str, Any]) -> str:
     """The table of the formats of a quantized base."""
-    lines = [row("base in", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left"), row(*["---"] * 6)]
+    rows = [["base in", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left"]]
     for quant, adapter in result["formats"].items():
         cells = [cell for way in (QUANTIZED, PEFTS) for cell in kept_and_left([adapter], way)]
-        lines.append(row(quant, f"{adapter['base_loss'] - adapter['loss']:+.4f}", *cells))
-    return "\n".join(lines)
+        rows.append([quant, f"{adapter['base_loss'] - adapter['loss']:+.4f}", *cells])
+    return markdown_table(rows)
 
 
 def weights_table(result: dict[str, Any]) -> str:
     """The table of what the doctor finds, with the sentence that says what was measured."""
     found = result["Llama"]
     adapter = [one for one in found["adapters"] if one["is_chosen"]][-1]
-    lines = [
+    said = (
         f"The base's loss on held-out text is {found['base_loss']:.4f} a byte in nf4, and the adapter model's "
-        f"{adapter['loss']:.4f}.",
-        "",
-        row("merged by", "of the delta there", "error, in parts of the delta", "onto", "gain in loss kept", "KL left"),
-        row(*["---"] * 6),
-    ]
+        f"{adapter['loss']:.4f}."
+    )
+    rows = [["merged by", "of the delta there", "error, in parts of the delta", "onto", "gain in loss kept", "KL left"]]
     for way, one in found["weights"].items():
-        cells = (NAMES[way], f"{one['kept']:.1%}", f"{one['error']:.1%}", one["onto"])
-        lines.append(row(*cells, *kept_and_left([adapter], way)))
-    return "\n".join(lines)
+        cells = [NAMES[way], f"{one['kept']:.1%}", f"{one['error']:.1%}", one["onto"]]
+        rows.append([*cells, *kept_and_left([adapter], way)])
+    return f"{said}\n\n{markdown_table(rows)}"
 
 
 def draw(result: dict[str, Any]) -> Figure:

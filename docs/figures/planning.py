@@ -20,7 +20,7 @@ import fits
 from kbitwrap.cli.console import quiet_libraries
 from machine import environment
 from measuring import clock
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 FIGURES = DOCS / "benchmarks" / "planning.json"
 PAGE = DOCS / "step.md"
@@ -69,17 +69,13 @@ def measure(model: dict[str, Any], budget: str) -> dict[str, dict[str, float]]:
 
 def table(models: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = [
-        f"| {' | '.join(['CPU seconds', *PARTS.values(), 'all but one more'])} |",
-        f"| {' | '.join(['---'] * (len(PARTS) + 2))} |",
-    ]
+    rows = [["CPU seconds", *PARTS.values(), "all but one more"]]
     for name, by_precision in models.items():
         short = name.rpartition("/")[2]
         sums = {part: sum(parts[part] for parts in by_precision.values()) for part in PARTS}
         counted = sum(number for part, number in sums.items() if part != "more")
-        row = [f"{sums[part]:.1f}" for part in PARTS]
-        lines.append(f"| {short}, all six ways | {' | '.join(row)} | {counted:.1f} |")
-    return "\n".join(lines) + "\n"
+        rows.append([f"{short}, all six ways", *(f"{sums[part]:.1f}" for part in PARTS), f"{counted:.1f}"])
+    return markdown_table(rows)
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ import trl
 from kbitwrap import StepMemory, predict_step
 from kbitwrap.model.pretrained import meta_model
 from published_trl import LOSSES, arguments, loss_of
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 MEASURED = Path(__file__).with_name("published.csv")
 PAGE = DOCS / "published.md"
@@ -342,9 +342,9 @@ def _code(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: measured and predicted peaks in MiB, and the errors in percent."""
-    head = ("model", "batch x tokens", "base", "preparation", "measured", "predicted", "peak", "with workspaces")
-    head += ("forward", "backward", "optimizer", "static", "in range", "attention", "code", "source")
-    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    head = ["model", "batch x tokens", "base", "preparation", "measured", "predicted", "peak", "with workspaces"]
+    head += ["forward", "backward", "optimizer", "static", "in range", "attention", "code", "source"]
+    lines = [head]
     for row in rows:
         errors = row["error_percent"]
         cells = [row["model"], f"{row['batch']} x {row['seq']}", row["base"], row["way"]]
@@ -353,8 +353,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         found = [f"{errors[f'{name}_bytes']:+.2f}" if f"{name}_bytes" in errors else "" for name in names]
         cells += [found[0], f"{row['error_with_least_percent']:+.2f}", *found[1:]]
         cells += ["yes" if row["in_range"] else "no", row["attention"], _code(row), row["source"]]
-        lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
+        lines.append(cells)
+    return markdown_table(lines)
 
 
 COLORS = {

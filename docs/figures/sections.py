@@ -31,6 +31,12 @@ def _split(page: Path, name: str) -> tuple[str, str, str]:
     return source[:start], source[start:end], source[end:]
 
 
+def markdown_table(rows: list[list[str]], rule: str = "---") -> str:
+    """Rows as Markdown, the first of them the headings; the rule is that under all columns but the first."""
+    rules = ["---", *[rule] * (len(rows[0]) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rules, *rows[1:]])
+
+
 def text_table(rows: list[list[str]]) -> str:
     """Rows as text in columns, the first of them the headings."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
