@@ -16,6 +16,7 @@ import runpy
 import shlex
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,6 +278,27 @@ def test_a_command_of_the_figures_that_a_page_names_exists() -> None:
     named = {name for text in texts for name in re.findall(r"python docs/figures ([a-z_]+)", text)}
     assert len(named) > 10
     assert named <= runpy.run_path(str(pages.DOCS / "figures"))["WRITES"].keys()
+
+
+FIGURES_COMMANDS = [
+    command
+    for path in pages.pages().values()
+    for block in pages.blocks(path, "bash")
+    for command in re.findall(r"python docs/figures (.+)", block.text)
+]
+
+
+@pytest.mark.parametrize("command", FIGURES_COMMANDS)
+def test_a_command_of_the_figures_has_options_that_exist(
+    command: str, figures: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = shlex.split(command)
+    monkeypatch.setattr("sys.argv", [name, *arguments, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        figures(name).main()
+    assert ended.value.code in (None, 0)
+    options = {word for word in arguments if word.startswith("-")}
+    assert options <= {*re.findall(r"--?[\w-]+", capsys.readouterr().out)}
 
 
 def test_the_header_of_the_site_and_the_citation_name_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
