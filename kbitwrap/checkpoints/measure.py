@@ -439,10 +439,11 @@ class _Measuring:
         more = {*self._found}
         # those that the base ties to one that is there, and loading does not
         ties = self._merged.ties
-        for group in self._after.ties or () if ties is not None else ():
-            is_tied = any(set(group) <= set(tied) for tied in ties or ())
-            if not is_tied and not self._found.keys().isdisjoint(group):
-                more.update(group)
+        if ties is not None:
+            for group in self._after.ties or ():
+                is_tied = any(set(group) <= set(tied) for tied in ties)
+                if not is_tied and not self._found.keys().isdisjoint(group):
+                    more.update(group)
 
         return wanted + sorted(more - set(wanted))
 
@@ -516,10 +517,11 @@ class _Measuring:
         if found is None:
             found = self._originals_in_model.get(self._names_in_model.get(fqn, fqn))
 
-        for group in self._before.ties or () if found is None else ():
-            if fqn in group:
-                held = [self._originals[one] for one in group if one in self._originals]
-                found = next(iter(held), None)
+        if found is None:
+            for group in self._before.ties or ():
+                there = [one for one in group if one in self._originals]
+                if fqn in group and there:
+                    found = self._originals[there[0]]
 
         if found is None or found.shape != after.shape or not found.is_floating_point():
             return None
