@@ -148,7 +148,7 @@ def stored_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def original_tensors(base: StrPath) -> dict[str, Tensor]:
-    """The floating-point tensors in the files of a base that was saved unquantized, by name; none of another."""
+    """Return the tensors in the files of a base that was saved unquantized, by name; none of another."""
     checkpoint = files_of_base(base)
     if checkpoint is None or checkpoint.is_quantized:
         return {}

@@ -186,7 +186,7 @@ class Demo:
         )
 
     def lora(self) -> Any:
-        """The config of the adapter."""
+        """Return the config of the adapter."""
         from peft import LoraConfig
 
         return LoraConfig(
@@ -339,7 +339,7 @@ class Demo:
         return found
 
     def _log_probabilities(self, model: Any) -> Tensor:
-        """The log-probabilities of all tokens at each place of the held-out text, float64."""
+        """Compute the log-probabilities of all tokens at each place of the held-out text, float64."""
         import torch
 
         with torch.no_grad():
@@ -367,7 +367,7 @@ def _read_text(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
-    """KL(expected ‖ found) of log-probabilities, in nats, the mean over all tokens."""
+    """Compute KL(expected ‖ found) of log-probabilities, in nats, the mean over all tokens."""
     from torch.nn import functional as F
 
     return F.kl_div(found, expected, reduction="batchmean", log_target=True).item()
@@ -426,7 +426,7 @@ def differences(
 
 
 def _digest(value: Any) -> str:
-    """A digest of the bits of a tensor, with its dtype and shape; of another value what represents it."""
+    """Return a digest of a tensor's bits, with its dtype and shape; of another value its ``repr``."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -437,7 +437,7 @@ def _digest(value: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """A hook or an attribute by what it is: a copy of a module has copies of them."""
+    """Name a hook or an attribute by its class or function: a copy of a module has copies of them."""
     if value is None or isinstance(value, bool):
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))

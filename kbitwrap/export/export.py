@@ -234,7 +234,7 @@ def _computed(
     moment: Callable[[], tuple[Any, ...]],
     before: tuple[Any, ...],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor by its name, in memory of its own.
+    """Yield each tensor by its name, in memory of its own.
 
     The modes that it is computed in end before it is handed out: the caller's code runs
     in none of them. Nothing here holds it any longer then.

@@ -343,7 +343,7 @@ class Gathering:
                 )
 
     def _compare(self, error: str | None) -> tuple[Any, list[Any]]:
-        """This rank's tensors, and what failed on each rank, with its tensors."""
+        """Return this rank's tensors, and for each rank what failed on it and its tensors."""
         tensors = [
             (one.fqn, one.shape and tuple(one.shape), str(one.parameter.dtype))
             for one in self._tensors
@@ -469,7 +469,7 @@ def _whole_unit(unit: Any) -> Any:
 
 
 def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """FSDP1's outermost wrapper around a module, and the innermost of each in it.
+    """Return FSDP1's outermost wrapper around a module, and the innermost of each in it.
 
     The innermost are by the ``id`` of the module that they are around.
     """

@@ -290,7 +290,7 @@ def _refuse_replaced(changes: Changes) -> None:
 
 
 def _sharing_memory(shared: Sequence[SharedMemory]) -> _Promised:
-    """Copies, in one storage, of parameters that lay in one memory.
+    """Return copies, in one storage, of parameters that lay in one memory.
 
     Lazy tensors cannot share memory. Those that were trained apart are left out.
     """

@@ -69,7 +69,7 @@ def _alignments(
 def _bags(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the outputs of sums of embeddings: a CPU computes those of bfloat16 as those of float16."""
     half = weight.half() if weight.dtype == torch.bfloat16 else weight
-    output = torch.ops.aten._embedding_bag_forward_only.default(
+    output = _aten._embedding_bag_forward_only.default(
         half,
         *args,
         **kwargs,

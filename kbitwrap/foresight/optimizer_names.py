@@ -123,7 +123,7 @@ def refuse_unpredicted(name: str) -> None:
 
 
 def _of_package(name: str, parameters: Any) -> Any:
-    """The optimizer of a package as the trainer makes it by default."""
+    """Make the optimizer of a package as the trainer makes it by default."""
     from transformers import Trainer
 
     settings: Any = SimpleNamespace(
