@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import reprlib
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from .errors import Different
 
@@ -19,10 +18,6 @@ _IN_LIBRARY = re.compile(rf"{__package__}\.(?!cli\.)")
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxtuple = _repr.maxlist = 12
-_COLORS = ("#4a90c4", "#d9772b")  # of a bar's parts; seen on white and on black
-_BAR = '<span style="display:inline-block;height:0.75em;width:{:.3f}em;background:{}"></span>'
-_LONGEST_BAR = 14  # em
-_CELL = '<td style="text-align:left;vertical-align:top;overflow-wrap:anywhere;min-width:6em">{}</td>'
 
 
 def caller_level() -> int:
@@ -72,49 +67,15 @@ def few(texts: Sequence[str], limit: int = 12) -> list[str]:
     return [*texts[:limit], *left]
 
 
-class Bar(NamedTuple):
-    """A row of a report in a notebook.
-
-    Attributes:
-        name: Its name.
-        sizes: The lengths of its bar's parts, two at most.
-        text: The text beside it.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    text: str
-
-
-def counted(
-    found: Mapping[str, Sequence[str]], limit: int = 12, separator: str = ", "
-) -> list[Bar]:
-    """Make a bar for each kind of what was found, as long as there are names; the first of them stand beside it."""
-    return [
-        Bar(name, (len(names),), separator.join(few(names, limit)))
-        for name, names in found.items()
-        if names
-    ]
-
-
 class Report:
-    """A report in a notebook: its ``repr`` is one line; where it has bars, it is shown as a table of them."""
-
-    _empty = ""  # the line of a report without bars
+    """A report, whose ``repr`` is one line."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, ready for JSON."""
         return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload, no-any-return]
 
     def _brief(self) -> str:
-        counts = [f"{sum(bar.sizes)} {bar.name}" for bar in self._bars()]
-        return ", ".join(counts) or self._empty
-
-    def _bars(self) -> list[Bar]:
-        return []
-
-    def _lines(self) -> Sequence[str]:
-        return ()
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         brief = self._brief()
@@ -123,25 +84,6 @@ class Report:
         if len(brief) > 100:
             brief = f"{brief[:97]}..."
         return f"{type(self).__name__}({brief})"
-
-    def _repr_html_(self) -> str | None:
-        """Write the bars as HTML, which takes the colors of text and page from the notebook, be it light or dark."""
-        bars = self._bars()
-        if not bars:
-            return None
-
-        longest = max(sum(bar.sizes) for bar in bars) or 1
-        rows = ""
-        for bar in bars:
-            parts = ""
-            for size, color in zip(bar.sizes, _COLORS, strict=False):
-                parts += _BAR.format(_LONGEST_BAR * size / longest, color)
-            cells = (html.escape(bar.name), parts, html.escape(bar.text))
-            rows += f"<tr>{''.join(map(_CELL.format, cells))}</tr>"
-
-        title, *below = [html.escape(line) for line in (repr(self), *self._lines())]
-        lines = "".join(f"<div>{line}</div>" for line in below)
-        return f"<div><b>{title}</b><table>{rows}</table>{lines}</div>"
 
 
 class LifecycleState(str, Enum):
@@ -196,15 +138,19 @@ class RestoreReport(Report):
     put_back: tuple[str, ...] = ()
     kept_dtype: tuple[str, ...] = ()
 
-    _empty = "nothing changed by others"
+    def _brief(self) -> str:
+        counts = []
+        for name, fqns in vars(self).items():
+            if fqns:
+                counts.append(f"{len(fqns)} {name.replace('_', ' ')}")
+        return ", ".join(counts) or "nothing changed by others"
 
     def __str__(self) -> str:
-        lines = [f"{bar.name}: {bar.text}" for bar in self._bars()]
-        return "\n".join(["restored", *lines])
-
-    def _bars(self) -> list[Bar]:
-        found = {name.replace("_", " "): names for name, names in vars(self).items()}
-        return counted(found)
+        lines = ["restored"]
+        for name, fqns in vars(self).items():
+            if fqns:
+                lines.append(f"{name.replace('_', ' ')}: {', '.join(few(fqns))}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,17 +185,11 @@ class Differences(Report):
         """Write the differences as one line of text: the first ``limit`` of them, and the number of the others."""
         return first_of(self.lines(), limit, "; ")
 
+    def _brief(self) -> str:
+        return self.summary() or self._empty
+
     def __str__(self) -> str:
         return "\n".join(few(self.lines())) or self._empty
-
-    def _bars(self) -> list[Bar]:
-        found: dict[str, list[str]] = {}
-        for fqn, rows in self.different.items():
-            for what in rows:
-                found.setdefault(what, []).append(fqn or "the whole")
-
-        added = {"missing": self.missing, "unexpected": self.unexpected}
-        return counted({**found, **added})
 
 
 class StateDiff(Differences):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..reports import Bar, Report, counted, few, shown
+from ..reports import Report, few, shown
 from .measure import MergeMeasure
 
 FINE = "fine"
@@ -88,21 +88,13 @@ class DoctorReport(Report):
 
     def __str__(self) -> str:
         findings = few([str(finding) for finding in self.findings])
-        return "\n".join([repr(self), *findings, *self._lines()])
+        # What is fine comes last, where the list is cut.
+        checks = sorted(self.looked_at, key=lambda check: check.outcome == FINE)
+        looked_at = few([str(check) for check in checks], _MAX_LINES)
+        return "\n".join([repr(self), *findings, *looked_at])
 
     def _brief(self) -> str:
         return f"findings: {len(self.findings)}, not measured: {len(self.not_measured)}, {shown(self.subject)}"
-
-    def _bars(self) -> list[Bar]:
-        texts: dict[str, list[str]] = {}
-        for finding in self.findings:
-            texts.setdefault(finding.what, []).append(str(finding))
-        return counted(texts, 3, " | ")
-
-    def _lines(self) -> list[str]:
-        # What is fine comes last, where the list is cut.
-        in_order = sorted(self.looked_at, key=lambda check: check.outcome == FINE)
-        return few([*map(str, in_order)], _MAX_LINES)
 
 
 class Examination:

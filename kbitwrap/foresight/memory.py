@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import format_bytes
-from ..reports import Bar, Report, few, table
+from ..reports import Report, few, table
 from .ledger import KINDS, Levels, Peaks
 from .unknown import Unknown
 
@@ -115,58 +115,29 @@ class StepMemory(Peaks, Report):
         figures["warnings"] = list(self.warnings)
         return figures
 
-    def _levels(self) -> Levels:
-        """Return the bytes by kind before the step, and at the highest level of each phase."""
-        return {"before": self.static_by_kind, **self.levels}
-
     def __str__(self) -> str:
-        levels = self._levels()
+        levels = {"before": self.static_by_kind, **self.levels}
         rows: list[Sequence[str]] = [("held for", *levels)]
         for kind in KINDS:
             sizes = [level.get(kind, 0) for level in levels.values()]
             if any(sizes):
-                rows.append((_title(kind), *map(format_bytes, sizes)))
+                rows.append((kind.replace("_", " "), *map(format_bytes, sizes)))
         totals = [sum(level.values()) for level in levels.values()]
         rows.append(("total", *map(format_bytes, totals)))
-        lines = [f"precision {self._brief()}", table(rows), *self._said()]
-        return "\n".join(lines)
-
-    def _said(self) -> list[str]:
-        """Return the lines of the unknown range, the notes and the warnings."""
-        lines = []
+        lines = [f"precision {self._brief()}", table(rows)]
         if self.loading_bytes is not None:
-            lines.append(
-                f"loading, before the step: {format_bytes(self.loading_bytes)}"
-            )
+            loading = format_bytes(self.loading_bytes)
+            lines.append(f"loading, before the step: {loading}")
         if self.unknown:
             least, most = map(format_bytes, self.unknown_bytes)
             lines.append(f"unknown, beside the peak: {least} to {most}")
             lines += [f"  {part}" for part in self.unknown]
-
         lines += [f"note: {note}" for note in self.notes]
-        return lines + few([f"warning: {warning}" for warning in self.warnings])
+        lines += few([f"warning: {warning}" for warning in self.warnings])
+        return "\n".join(lines)
 
     def _brief(self) -> str:
-        """Return the step that was predicted, and its peak, in one line."""
         return (
             f"{self.precision!r}, batch {self.batch_size}, {self.seq_len} tokens, "
             f"on {self.kernels}: {format_bytes(self.peak_bytes)} at the peak"
         )
-
-    def _bars(self) -> list[Bar]:
-        """Return a bar for each kind that is held at the peak."""
-        bars = []
-        for kind, size in self.by_kind.items():
-            bars.append(Bar(_title(kind), (size,), format_bytes(size)))
-        return bars
-
-    def _lines(self) -> list[str]:
-        """Return the lines below the bars."""
-        levels = {"before": self.static_bytes, **self.phases}
-        said = [f"{name} {format_bytes(size)}" for name, size in levels.items()]
-        return [f"peaks of the phases: {', '.join(said)}", *self._said()]
-
-
-def _title(kind: str) -> str:
-    """Return the name of a kind of memory, for people."""
-    return kind.replace("_", " ")

@@ -32,7 +32,7 @@ from ..model.pretrained import ASSUMED, meta_model
 from ..model.quantization import has_runtime_state, is_quantized_parameter
 from ..model.roles import Role
 from ..model.tree import ModelTree, only_reading
-from ..reports import Bar, Report, few, table
+from ..reports import Report, few, table
 from ..tensors.bits import digest_bytes, is_dense
 from . import advice
 from .casts import Casts, peak_bytes
@@ -190,30 +190,20 @@ class Plan(Report):
         for role, figures in {**self.by_role, "total": total}.items():
             count, loaded, added = (figures[key] for key in keys)
             rows.append((role, str(count), format_bytes(loaded), format_bytes(added)))
-        said = f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}"
-        return "\n".join([said, table(rows), *self._lines()])
+        peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
+        lines = [
+            f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}",
+            table(rows),
+            f"peak while preparing {peak}; PEFT's way leaves {cache} in the allocator's cache",
+            f"beside it, samples of the parameters: {format_bytes(self.sample_bytes)}",
+            *few([f"warning: {warning}" for warning in self.warnings]),
+        ]
+        return "\n".join(lines)
 
     def _brief(self) -> str:
         added, peak = format_bytes(self.added_bytes), format_bytes(self.peak_bytes)
         said = f"{self.config.precision.value!r} on {self.quantization or 'none'}: {added} added, peak {peak}"
         return said + (f", warnings: {len(self.warnings)}" if self.warnings else "")
-
-    def _bars(self) -> list[Bar]:
-        bars = []
-        for role, row in self.by_role.items():
-            pair = row["bytes"], row["added_bytes"]
-            told = [format_bytes(size) for size in pair if size]
-            bars.append(Bar(role, pair, " + ".join(told)))
-        return bars
-
-    def _lines(self) -> list[str]:
-        peak, cache = format_bytes(self.peak_bytes), format_bytes(self.cache_bytes)
-        said = [
-            f"peak while preparing {peak}; PEFT's way leaves {cache} in the "
-            "allocator's cache",
-            f"beside it, samples of the parameters: {format_bytes(self.sample_bytes)}",
-        ]
-        return [*said, *few([f"warning: {warning}" for warning in self.warnings])]
 
 
 def build_plan(
