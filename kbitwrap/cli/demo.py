@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.text import Text
 
 from .console import (
     EXIT_DONE,
     EXIT_NO,
     Doing,
     Result,
-    expect_installed,
     quiet_libraries,
     show,
     show_json,
@@ -42,18 +38,20 @@ is merged in PEFT's ways and in ours, and doctor examines each merge. Runs on th
 Exit status: 0 every answer is yes, 1 one is no, 2 bad usage or bad input."""
 
 PEFT, COMPUTE, NORMS = WAYS = ("peft", "compute", "norms")
-ASPECTS = ("bytes", "dtypes", "requires_grad", "parameters", "hooks", "attributes")
-"""The aspects in which ``base_state`` describes a base."""
 _TITLE = "built-in byte-level Llama, nf4: PEFT's way and ours\n"
 _NEXT = """Next, with your own:
   kbitwrap plan MODEL --step --budget 8GiB
   kbitwrap merge ADAPTER --quant KIND --out DIR
   kbitwrap doctor DIR --adapter ADAPTER --quant KIND"""
-_NUM_BYTES = 256  # a token is a byte
-_LENGTH = 64  # tokens of a block
+_LENGTH = 64  # tokens of a block of text
 _NUM_HELD_OUT = 16  # blocks
 _BATCH_SIZE = 4
 _STEPS = 30
+_IN_NF4, _IN_BFLOAT16, _EXPORT = (
+    "merge_and_unload in nf4",
+    "merge_and_unload in bfloat16",
+    "kbitwrap's export",
+)
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -76,16 +74,12 @@ def command(
     json_: Json = False,
 ) -> int:
     """Run the demonstration and print what was measured. 0 if every answer is yes, else 1."""
-    expect_installed("the demonstration", "bitsandbytes", "peft", "transformers")
     if not json_:
         print(_TITLE, flush=True)
-    with (
-        Doing("importing torch") as doing,
-        quiet_libraries(),
-        warnings.catch_warnings(),
-    ):
+    with Doing("measuring") as doing, quiet_libraries(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, on what is done here on purpose
-        result = run(seed, doing)
+        with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
+            result = run(seed, Path(folder), doing)
     if json_:
         show_json(result)
     else:
@@ -93,46 +87,56 @@ def command(
     return EXIT_DONE if result["passed"] else EXIT_NO
 
 
-def run(seed: int, doing: Doing) -> Result:
-    """Measure each way to prepare and to merge, and answer; the result is ready for JSON."""
+def run(seed: int, folder: Path, doing: Doing) -> Result:
+    """Measure each way to prepare and to merge, and answer; the result is ready for JSON.
+
+    Args:
+        seed: The seed of the model, the adapters and the order of the text.
+        folder: The folder in which the model, the adapter and the merges are saved.
+        doing: The line of progress.
+    """
     import torch
 
-    started = time.perf_counter()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of a model so small, more mostly wait for one another
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder,
-        ):
-            demo = Demo(seed, Path(folder))
-            sides = {}
-            for way in WAYS:
-                doing.now(f"preparing and training: {way}")
-                sides[way] = demo.measure_side(way)
-            doing.now("merging")
-            merges = demo.measure_merges()
-    finally:
-        torch.set_num_threads(num_threads)
-    predicted = [side["predicted_bytes"] for side in sides.values()]
-    distances = sides[COMPUTE]["difference_from_peft"].values()
-    ours = (sides[COMPUTE], sides[NORMS])
-    changes = [side[when] for side in ours for when in ("suspended", "left")]
-    in_place, reloaded, export = merges
-    is_merge = export["onto"] == "trained" and not export["faults"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _build_model().save_pretrained(folder / "base")
+        blocks = _read_text()
+        training, held_out = blocks[_NUM_HELD_OUT:], blocks[:_NUM_HELD_OUT]
+        sides = {}
+        for way in WAYS:
+            doing.now(f"preparing and training: {way}")
+            torch.manual_seed(seed)
+            sides[way] = _measure_side(way, folder, training)
+        doing.now("merging")
+        merges = _measure_merges(folder, held_out)
+
+    pefts, *ours = sides.values()
+    for side in ours:
+        distances = (side.pop("numbers") - pefts["numbers"]).abs()
+        side["distance_from_peft"] = distances.max().item()
+    del pefts["numbers"]
+    is_predicted = all(
+        side["predicted_bytes"] == side["step_bytes"] for side in sides.values()
+    )
+    num_changed = sum(
+        sum(side[when].values()) for side in ours for when in ("suspended", "left")
+    )
+    lost = {name: merge["lost"] for name, merge in merges.items()}
+    export = merges[_EXPORT]
     answers = {
-        "a training step takes the bytes that were predicted": (
-            predicted == [side["step_bytes"] for side in sides.values()]
+        "a training step takes the bytes that were predicted": is_predicted,
+        'loss and gradients of "compute" are PEFT\'s, bit for bit': (
+            sides[COMPUTE]["distance_from_peft"] == 0
         ),
-        'loss and gradients of "compute" are PEFT\'s, bit for bit': set(distances)
-        == {0},
         "our base is as it was loaded, bit for bit, suspended and restored": (
-            not any(sum(counts.values()) for counts in changes)
+            num_changed == 0
         ),
         "our export loses less of the fine-tune than PEFT's merges": (
-            export["lost"] < min(in_place["lost"], reloaded["lost"])
+            lost[_EXPORT] < min(lost[_IN_NF4], lost[_IN_BFLOAT16])
         ),
-        "doctor finds our export to be a merge onto the weights that were trained on": is_merge,
+        "doctor finds our export to be a merge onto the weights that were trained on": (
+            export["onto"] == "trained" and not export["faults"]
+        ),
     }
     return {
         "passed": all(answers.values()),
@@ -140,237 +144,183 @@ def run(seed: int, doing: Doing) -> Result:
         "answers": answers,
         "sides": sides,
         "merges": merges,
-        "seconds": round(time.perf_counter() - started, 1),
     }
 
 
-class Demo:
-    """The built-in model with its text, and what was measured of PEFT's way, which ours is compared with.
+def _build_model() -> Any:
+    """Build a small Llama in bfloat16, whose tokens are bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    Args:
-        seed: Seed of the model, the adapters and the order of the text.
-        folder: Where the model, the adapter and the merges are saved.
-    """
-
-    def __init__(self, seed: int, folder: Path) -> None:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        from ..model.quantization import bitsandbytes_config
-
-        self.seed = seed
-        self.folder = folder
-        self.nf4 = bitsandbytes_config("nf4", torch.float32)  # fast on a CPU
-        self.blocks, self.held_out = _read_text(seed)
-        config = LlamaConfig(
-            vocab_size=_NUM_BYTES,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=_LENGTH,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "base")
-
-    def load(self, name: str = "base", quantization: Any = None) -> Any:
-        """Load a saved model, quantized or in the dtype of its files."""
-        from transformers import AutoModelForCausalLM
-
-        settings = {} if quantization is None else {"quantization_config": quantization}
-        return AutoModelForCausalLM.from_pretrained(
-            self.folder / name, dtype="auto", device_map={"": "cpu"}, **settings
-        )
-
-    def lora(self) -> Any:
-        """Return the config of the adapter."""
-        from peft import LoraConfig
-
-        return LoraConfig(
-            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-
-    def measure_side(self, way: str) -> Result:
-        """Prepare the model in one way, train a LoRA on it, and undo that.
-
-        PEFT's function has no way back: only the adapter is unloaded. The LoRA of
-        ``"norms"`` is saved, and exported merged.
-        """
-        import torch
-        from peft import get_peft_model, prepare_model_for_kbit_training
-
-        from .. import KbitPreparedModel, predict_step
-
-        model = self.load(quantization=self.nf4)
-        predicted = predict_step(
-            model,
-            precision=way,
-            batch_size=_BATCH_SIZE,
-            seq_len=_LENGTH,
-            lora=self.lora(),
-            kernels="cpu",
-        )
-        modules, parameters = dict(model.named_modules()), list(model.parameters())
-        loaded = base_state(modules)
-        loaded_bytes = sum(one.nbytes for one in parameters)
-        prepared = None
-        if way == PEFT:
-            prepare_model_for_kbit_training(model)
-        else:
-            prepared = KbitPreparedModel(model, precision=way).prepare()
-        added_bytes = sum(one.nbytes for one in model.parameters()) - loaded_bytes
-        torch.manual_seed(self.seed)
-        adapted: Any = get_peft_model(model, self.lora())
-        suspended = {}
-        if prepared is not None:
-            prepared.adopt(adapted)
-        step_bytes, difference = self._train(way, adapted)
-        if prepared is not None:
-            with prepared.suspended():
-                suspended = differences(loaded, base_state(modules))
-            if way == NORMS:
-                adapted.save_pretrained(self.folder / "adapter")
-                prepared.manifest().save(self.folder / "adapter" / "kbitwrap.json")
-                exported = self.folder / "exported"
-                prepared.export(exported, merge_adapters=True, model=adapted)
-        adapted.unload()
-        if prepared is not None:
-            prepared.restore()
-        return {
-            "added_bytes": added_bytes,
-            "predicted_bytes": predicted.peak_bytes,
-            "step_bytes": step_bytes,
-            "difference_from_peft": difference,
-            "suspended": suspended,
-            "left": differences(loaded, base_state(modules)),
-        }
-
-    def _train(self, way: str, model: Any) -> tuple[int, dict[str, float]]:
-        """Train the adapter for two steps, and the one that is merged for some more.
-
-        Returns the most bytes of the second step, and the distances of the first from
-        PEFT's numbers: of the loss, and the largest of a gradient.
-        """
-        import torch
-
-        from .. import StepTracker
-
-        model.train()
-        trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        batches = self.blocks.split(_BATCH_SIZE)
-
-        def inputs(number: int) -> dict[str, Tensor]:
-            rows = batches[number]
-            return {"input_ids": rows.clone(), "labels": rows.clone()}
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        loss = model(**inputs(0)).loss
-        loss.backward()
-        numbers = [loss.detach(), *(one.grad.clone() for one in trained)]
-        if way == PEFT:
-            self.pefts = numbers
-        pairs = zip(numbers, self.pefts, strict=True)
-        distances = [(own - other).abs().max().item() for own, other in pairs]
-        update()
-        batch = inputs(1)
-        with StepTracker(model, optimizer, batch) as tracker:
-            model(**batch).loss.backward()
-            update()
-        for number in range(2, _STEPS if way == NORMS else 2):
-            model(**inputs(number)).loss.backward()
-            update()
-        difference = {"loss": distances[0], "gradients": max(distances[1:])}
-        return tracker.peak_bytes, difference
-
-    def measure_merges(self) -> list[Result]:
-        """Merge the adapter in PEFT's ways, and measure them and our export.
-
-        What is lost is KL(adapter model ‖ merged) / KL(adapter model ‖ base); the rest
-        is what doctor finds.
-        """
-        from peft import PeftModel
-
-        from .. import doctor
-
-        adapter = self.folder / "adapter"
-        exact = self.load(quantization=self.nf4).dequantize().float()
-        base = self._log_probabilities(exact)
-        expected = self._log_probabilities(PeftModel.from_pretrained(exact, adapter))
-        for name, quantization in (("nf4", self.nf4), ("bfloat16", None)):
-            model = PeftModel.from_pretrained(
-                self.load(quantization=quantization), adapter
-            )
-            model.merge_and_unload().save_pretrained(self.folder / name)
-
-        found = []
-        names = {
-            "nf4": "merge_and_unload in nf4",
-            "bfloat16": "merge_and_unload in bfloat16",
-            "exported": "kbitwrap's export",
-        }
-        for folder, name in names.items():
-            merged = self.load(folder)
-            if getattr(merged, "is_quantized", False):
-                merged = merged.dequantize()
-            left = _divergence(expected, self._log_probabilities(merged.float()))
-            report = doctor(
-                self.folder / folder,
-                base=self.folder / "base",
-                adapter=adapter,
-                quant=self.nf4,
-            )
-            assert report.merge is not None  # base and adapter were given
-            found.append(
-                {
-                    "name": name,
-                    "lost": left / _divergence(expected, base),
-                    "kept": report.merge.kept,
-                    "onto": report.merge.onto,
-                    "faults": [fault.cause for fault in report.merge.faults],
-                }
-            )
-        return found
-
-    def _log_probabilities(self, model: Any) -> Tensor:
-        """Compute the log-probabilities of all tokens at each place of the held-out text, float64."""
-        import torch
-
-        with torch.no_grad():
-            logits = model.eval()(input_ids=self.held_out, use_cache=False).logits
-        return torch.log_softmax(logits.double(), dim=-1).flatten(0, 1)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=_LENGTH,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).bfloat16()
 
 
-def _read_text(seed: int) -> tuple[Tensor, Tensor]:
-    """Read the help texts that every Python carries, as bytes in blocks: to train on, and of other topics held out."""
+def _read_text() -> Tensor:
+    """Read the help texts that every Python carries: their bytes in blocks, in random order."""
     from pydoc_data.topics import topics
 
     import torch
 
-    texts = [topics[name] for name in sorted(topics)]
-
-    def blocks(texts: list[str]) -> Tensor:
-        tokens = torch.tensor(list("\n".join(texts).encode()))
-        return tokens[: len(tokens) // _LENGTH * _LENGTH].view(-1, _LENGTH)
-
-    held_out = blocks(texts[::8])[:_NUM_HELD_OUT]
-    del texts[::8]
-    training = blocks(texts)
-    generator = torch.Generator().manual_seed(seed)
-    return training[torch.randperm(len(training), generator=generator)], held_out
+    tokens = torch.tensor(list("\n".join(topics.values()).encode()))
+    blocks = torch.stack(tokens.split(_LENGTH)[:-1])
+    return blocks[torch.randperm(len(blocks))]
 
 
-def _divergence(expected: Tensor, found: Tensor) -> float:
-    """Compute KL(expected ‖ found) of log-probabilities, in nats, the mean over all tokens."""
-    from torch.nn import functional as F
+def _load(folder: Path, quantization: Any = None) -> Any:
+    """Load a saved model, quantized or in the dtype of its files."""
+    from transformers import AutoModelForCausalLM
 
-    return F.kl_div(found, expected, reduction="batchmean", log_target=True).item()
+    settings = {} if quantization is None else {"quantization_config": quantization}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", device_map={"": "cpu"}, **settings
+    )
+
+
+def _nf4() -> Any:
+    """Return the config of the quantization. To compute in float32 is fast on a CPU."""
+    from ..model.quantization import bitsandbytes_config
+
+    return bitsandbytes_config("nf4", "float32")
+
+
+def _measure_side(way: str, folder: Path, blocks: Tensor) -> Result:
+    """Prepare the model in one way, train a LoRA on it, and undo that.
+
+    PEFT's function has no way back: only the adapter is unloaded. The LoRA of
+    ``"norms"`` is trained for longer, saved, and exported merged.
+    """
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    from .. import KbitPreparedModel, predict_step
+
+    lora = LoraConfig(
+        r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = _load(folder / "base", _nf4())
+    predicted = predict_step(
+        model,
+        precision=way,
+        batch_size=_BATCH_SIZE,
+        seq_len=_LENGTH,
+        lora=lora,
+        kernels="cpu",
+    )
+    modules, parameters = dict(model.named_modules()), list(model.parameters())
+    loaded = base_state(modules)
+    loaded_bytes = sum(parameter.nbytes for parameter in parameters)
+    prepared = None
+    if way == PEFT:
+        prepare_model_for_kbit_training(model)
+    else:
+        prepared = KbitPreparedModel(model, precision=way).prepare()
+    prepared_bytes = sum(parameter.nbytes for parameter in model.parameters())
+
+    adapted: Any = get_peft_model(model, lora)
+    if prepared is not None:
+        prepared.adopt(adapted)
+    batches = blocks.split(_BATCH_SIZE)[: _STEPS if way == NORMS else 2]
+    numbers, step_bytes = _train(adapted, batches)
+    suspended = {}
+    if prepared is not None:
+        with prepared.suspended():
+            suspended = differences(loaded, base_state(modules))
+    if prepared is not None and way == NORMS:
+        adapted.save_pretrained(folder / "adapter")
+        prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
+        prepared.export(folder / _EXPORT, merge_adapters=True, model=adapted)
+    adapted.unload()
+    if prepared is not None:
+        prepared.restore()
+    return {
+        "added_bytes": prepared_bytes - loaded_bytes,
+        "predicted_bytes": predicted.peak_bytes,
+        "step_bytes": step_bytes,
+        "numbers": numbers,
+        "suspended": suspended,
+        "left": differences(loaded, base_state(modules)),
+    }
+
+
+def _train(model: Any, batches: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    """Train for a step a batch; return loss and gradients of the first step, and the most bytes of the last."""
+    import torch
+
+    from .. import StepTracker
+
+    model.train()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    numbers = None
+    for rows in batches:
+        batch = {"input_ids": rows.clone(), "labels": rows.clone()}
+        with StepTracker(model, optimizer, batch) as tracker:
+            loss = model(**batch).loss
+            loss.backward()
+            if numbers is None:
+                parts = [loss.detach(), *(one.grad for one in trained)]
+                numbers = torch.cat([part.flatten() for part in parts])
+            optimizer.step()
+            optimizer.zero_grad()
+    assert numbers is not None
+    return numbers, tracker.peak_bytes
+
+
+def _measure_merges(folder: Path, held_out: Tensor) -> dict[str, Result]:
+    """Merge the adapter in PEFT's ways, and measure them and our export.
+
+    What is lost is KL(adapter model ‖ merged) / KL(adapter model ‖ base); the rest is
+    what doctor finds.
+    """
+    from peft import PeftModel
+    from torch.nn.functional import kl_div
+
+    from .. import doctor
+
+    base, adapter = folder / "base", folder / "adapter"
+    exact = _load(base, _nf4()).dequantize().float()
+    untrained = _log_probabilities(exact, held_out)
+    adapted = PeftModel.from_pretrained(exact, adapter)
+    expected = _log_probabilities(adapted, held_out)
+    for name, quantization in ((_IN_NF4, _nf4()), (_IN_BFLOAT16, None)):
+        model = PeftModel.from_pretrained(_load(base, quantization), adapter)
+        model.merge_and_unload().save_pretrained(folder / name)
+
+    found = {}
+    whole = kl_div(untrained, expected, reduction="batchmean", log_target=True)
+    for name in (_IN_NF4, _IN_BFLOAT16, _EXPORT):
+        merged = _load(folder / name)
+        if name == _IN_NF4:
+            merged = merged.dequantize()
+        left = _log_probabilities(merged.float(), held_out)
+        lost = kl_div(left, expected, reduction="batchmean", log_target=True) / whole
+        report = doctor(folder / name, base=base, adapter=adapter, quant=_nf4())
+        assert report.merge is not None  # base and adapter were given
+        found[name] = {
+            "lost": lost.item(),
+            "kept": report.merge.kept,
+            "onto": report.merge.onto,
+            "faults": [fault.cause for fault in report.merge.faults],
+        }
+    return found
+
+
+def _log_probabilities(model: Any, rows: Tensor) -> Tensor:
+    """Compute the log-probabilities of all tokens at each place of a text, float64."""
+    import torch
+
+    with torch.no_grad():
+        logits = model.eval()(input_ids=rows, use_cache=False).logits
+    return torch.log_softmax(logits.double(), dim=-1).flatten(0, 1)
 
 
 def base_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
@@ -381,32 +331,30 @@ def base_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
             wraps them, and leaves them the same objects.
 
     Returns:
-        ``{aspect: {fqn: value}}``, the aspects being ``ASPECTS``. Parameters are told
-            apart by their addresses: they have to live until the next description.
+        ``{aspect: {fqn: value}}``. Parameters are told apart by their addresses: they
+        have to live until the next description.
     """
-    found: dict[str, dict[str, Any]] = {aspect: {} for aspect in ASPECTS}
+    import torch
+
+    aspects = "bytes", "dtypes", "requires_grad", "parameters", "hooks", "attributes"
+    state: dict[str, dict[str, Any]] = {aspect: {} for aspect in aspects}
     for prefix, module in modules.items():
-        own = dict(module.named_parameters(recurse=False))
-        for name, parameter in own.items():
+        parameters = dict(module.named_parameters(recurse=False))
+        for name, parameter in parameters.items():
             fqn = f"{prefix}.{name}"
-            found["dtypes"][fqn] = parameter.dtype
-            found["requires_grad"][fqn] = parameter.requires_grad
-            found["parameters"][fqn] = id(parameter)
-        stored: dict[str, Any] = dict(module.named_buffers(recurse=False))
-        is_leaf = next(module.children(), None) is None
-        stored |= module.state_dict() if is_leaf else own  # all of a quantized layer
-        for name, tensor in stored.items():
-            found["bytes"][f"{prefix}.{name}"] = _digest(tensor)
-        hooks = [
-            hook for name in _HOOKS for hook in (vars(module)[name] or {}).values()
-        ]
-        found["hooks"][prefix] = [_described(hook) for hook in hooks]
-        found["attributes"][prefix] = {
-            name: _described(vars(module)[name])
-            for name in _ATTRIBUTES
-            if name in vars(module)
-        }
-    return found
+            state["dtypes"][fqn] = parameter.dtype
+            state["requires_grad"][fqn] = parameter.requires_grad
+            state["parameters"][fqn] = id(parameter)
+        tensors = {**parameters, **dict(module.named_buffers(recurse=False))}
+        if not list(module.children()):
+            tensors |= module.state_dict()  # all of a quantized layer
+        for name, tensor in tensors.items():
+            bits = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+            digest = hashlib.sha256(bits.numpy().data).hexdigest()
+            state["bytes"][f"{prefix}.{name}"] = tensor.dtype, tensor.shape, digest
+        state["hooks"][prefix] = [[*vars(module)[name].values()] for name in _HOOKS]
+        state["attributes"][prefix] = [vars(module).get(name) for name in _ATTRIBUTES]
+    return state
 
 
 def differences(
@@ -414,76 +362,27 @@ def differences(
 ) -> dict[str, int]:
     """Count what differs between two states, by aspect."""
     counts = {}
-    for aspect in ASPECTS:
-        names = before[aspect].keys() | after[aspect].keys()
-        differing = [
-            name
-            for name in names
-            if before[aspect].get(name) != after[aspect].get(name)
-        ]
-        counts[aspect] = len(differing)
+    for aspect, values in before.items():
+        others = after[aspect]
+        names = values.keys() | others.keys()
+        counts[aspect] = sum(values.get(name) != others.get(name) for name in names)
     return counts
 
 
-def _digest(value: Any) -> str:
-    """Return a digest of a tensor's bits, with its dtype and shape; of another value its ``repr``."""
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    bits = value.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
-    digest = hashlib.sha256(bits.numpy().data).hexdigest()
-    return f"{value.dtype} {tuple(value.shape)} {digest}"
-
-
-def _described(value: Any) -> str:
-    """Name a hook or an attribute by its class or function: a copy of a module has copies of them."""
-    if value is None or isinstance(value, bool):
-        return repr(value)
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
 def _show(result: Result) -> None:
-    """Print the tables, the answers, and what they come to."""
-    sides = result["sides"]
-    rows = [["prepared and trained", "PEFT's", f'"{COMPUTE}"', f'"{NORMS}"']]
-    for title, key in {
-        "bytes that preparing adds": "added_bytes",
-        "bytes of a training step, predicted": "predicted_bytes",
-        "bytes of a training step, measured": "step_bytes",
-    }.items():
-        rows.append([title, *(f"{side[key]:,}" for side in sides.values())])
-    losses = [sides[way]["difference_from_peft"]["loss"] for way in (COMPUTE, NORMS)]
-    rows.append(
-        ["first loss, distance from PEFT's", "-", *(f"{loss:.2g}" for loss in losses)]
-    )
-    shown = ("dtypes", "hooks", "requires_grad", "attributes")
-    left = {}
-    for way, side in sides.items():
-        left[way] = sum(side["left"][key] for key in shown)
-    rows.append(["dtypes, hooks and flags left changed", *map(str, left.values())])
-
+    """Print the tables, the answers, and what comes next."""
+    rows = [["", "added", "step, predicted", "measured", "left changed"]]
+    for way, side in result["sides"].items():
+        sizes = [side[key] for key in ("added_bytes", "predicted_bytes", "step_bytes")]
+        left = sum(side["left"].values())
+        rows.append([way, *(f"{number:,}" for number in (*sizes, left))])
     merges = [["merged by", "fine-tune lost", "kbitwrap doctor says"]]
-    for merge in result["merges"]:
-        verdict = "not a merge"
-        if not merge["faults"]:
-            verdict = f"a merge, on the {merge['onto']} weights"
-        merges.append([merge["name"], _percent(merge["lost"]), verdict])
-
-    answers = [
-        Text.assemble("yes  " if is_so else ("NO   ", "bold red"), what)
-        for what, is_so in result["answers"].items()
-    ]
-    in_place, *_, export = result["merges"]
-    conclusion = (
-        f"PEFT's way adds {sides[PEFT]['added_bytes']:,} bytes, leaves {left[PEFT]} things changed, and loses "
-        f'{_percent(in_place["lost"])} of the fine-tune in a merge. Ours, with "{NORMS}", adds '
-        f"{sides[NORMS]['added_bytes']:,} bytes, leaves {left[NORMS] or 'nothing'} changed, and loses "
-        f"{_percent(export['lost'])}. ({result['seconds']} s)"
-    )
-    show(table(rows, right=True), table(merges), Group(*answers), conclusion, _NEXT)
-
-
-def _percent(part: float) -> str:
-    percent = 100 * part
-    return f"{percent:.2g} %" if percent >= 0.01 else "< 0.01 %"
+    for name, merge in result["merges"].items():
+        verdict = f"a merge, on the {merge['onto']} weights"
+        if merge["faults"]:
+            verdict = "not a merge"
+        merges.append([name, f"{merge['lost']:.2%}", verdict])
+    answers = [["", "answer"]]
+    for what, is_so in result["answers"].items():
+        answers.append(["yes" if is_so else "no", what])
+    show(table(rows, right=True), table(merges), table(answers), _NEXT)

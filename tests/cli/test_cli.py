@@ -56,7 +56,7 @@ def test_interruption_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatc
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "expect_installed", lambda *_: interrupt())
+    monkeypatch.setattr(demo, "run", lambda *_: interrupt())
     assert exit_status("demo") == 130
     assert capsys.readouterr().err == "kbitwrap: interrupted\n"
 

@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 def process_state() -> list[object]:
-    return [torch.get_num_threads(), torch.get_rng_state().tolist(), transformers_logging.get_verbosity()]
+    return [torch.get_rng_state().tolist(), transformers_logging.get_verbosity()]
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def test_each_answer_is_yes_and_fits_a_screen(shown: Run) -> None:
     assert shown.lines[0] == "built-in byte-level Llama, nf4: PEFT's way and ours"
     assert [line.split()[0] for line in shown.lines if line.startswith(("yes", "NO"))] == ["yes"] * 5
     said = " ".join(" ".join(shown.lines).split())
-    assert "PEFT's way adds 264,704 bytes, leaves 19 things changed, and loses " in said
-    assert 'Ours, with "norms", adds 0 bytes, leaves nothing changed, and loses < 0.01 %.' in said
-    assert re.search(r"merge_and_unload in nf4 +\d+ % +not a merge\b", said)
-    assert re.search(r"merge_and_unload in bfloat16 +[\d.]+ % +a merge, on the original weights", said)
-    assert re.search("kbitwrap's export +< 0.01 % +a merge, on the trained weights", said)
+    assert re.search(r"peft 264,704 ([\d,]+) \1 26 ", said)
+    assert re.search(r"norms 0 ([\d,]+) \1 0 ", said)
+    assert re.search(r"merge_and_unload in nf4 [\d.]+% not a merge\b", said)
+    assert re.search(r"merge_and_unload in bfloat16 [\d.]+% a merge, on the original weights", said)
+    assert re.search(r"kbitwrap's export 0.00% a merge, on the trained weights", said)
 
 
 def test_pefts_way_is_measured_beside_ours(shown: Run) -> None:
@@ -80,9 +80,9 @@ def test_pefts_way_is_measured_beside_ours(shown: Run) -> None:
     assert added == {"peft": (2 * 256 * 256 + 5 * 256) * 2, "compute": 5 * 256 * 2, "norms": 0}
     changed = {"bytes": 7, "dtypes": 7, "requires_grad": 7, "parameters": 0, "hooks": 1, "attributes": 4}
     assert sides["peft"]["left"] == changed
-    assert 0 < sides["norms"]["difference_from_peft"]["gradients"] < 0.05
+    assert 0 < sides["norms"]["distance_from_peft"] < 0.05
     assert sides["norms"]["step_bytes"] < sides["compute"]["step_bytes"] < sides["peft"]["step_bytes"]
-    in_place, reloaded, export = shown.result["merges"]
+    in_place, reloaded, export = shown.result["merges"].values()
     assert in_place["faults"] == ["an adapter was merged into 4-bit weights"]
     assert reloaded["faults"] == export["faults"] == []
     assert 0 <= export["lost"] < reloaded["lost"] / 100 < in_place["lost"] / 1000
@@ -100,8 +100,8 @@ def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str]
     for seed in ("0", "8"):
         status, result = run_json(capsys, "--seed", seed)
         assert status == 0
-        found.append([{key: value for key, value in result.items() if key not in ("seed", "seconds")}])
-    assert found[0] == [{key: value for key, value in shown.result.items() if key not in ("seed", "seconds")}]
+        found.append({key: value for key, value in result.items() if key != "seed"})
+    assert found[0] == {key: value for key, value in shown.result.items() if key != "seed"}
     assert found[1] != found[0]
 
 
