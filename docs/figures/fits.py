@@ -24,7 +24,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from kbitwrap import StepPredictor
 from kbitwrap.cli.console import quiet_libraries
-from kbitwrap.cli.limits import limit_of
+from kbitwrap.cli.limits import budget_of
 from kbitwrap.cli.trainers import arguments
 from sections import DOCS, markdown_table, replace_section
 
@@ -71,13 +71,6 @@ def predictor(model: dict[str, Any], trainer: str, precision: str) -> StepPredic
     )
 
 
-def budget_of(device: int) -> int:
-    """The bytes that tensors may take on a device of so many GiB, beside the CUDA context."""
-    limit = limit_of(None, device * 2**30)
-    assert limit is not None
-    return limit.budget
-
-
 def predict(model: dict[str, Any], trainer: str, precision: str) -> dict[str, Any]:
     """What fits on each device.
 
@@ -95,7 +88,7 @@ def predict(model: dict[str, Any], trainer: str, precision: str) -> dict[str, An
     predict(1, min(SEQ_LEN, predict.max_seq_len or SEQ_LEN))
     fits = {}
     for device in reversed(DEVICES):
-        budget = budget_of(device)
+        budget = budget_of(None, device * 2**30)
         longest = predict.longest_sequence(budget, 1)
         # a step of TRL's takes as long as it has tokens, and its batches have a million
         has_batch = trainer == PLAIN and longest >= SEQ_LEN

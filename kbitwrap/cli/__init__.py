@@ -22,7 +22,7 @@ import typer
 from . import convert, demo, doctor, merge, plan, run, stamp
 from .console import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, InputError
 from .usage import UsageError, line, with_option_repeated
-from .ways import Way
+from .ways import WAYS
 
 PROGRAM = "kbitwrap"
 HELP = """Plan, prepare, merge and check fine-tunes of quantized models (QLoRA).
@@ -140,7 +140,7 @@ def _answer(arguments: list[str]) -> int:
     if first in _GONE:
         raise InputError(f"there is no command {first!r} any more: {_GONE[first]}")
     if first == "plan":
-        arguments = with_option_repeated(arguments, "--precision", [*Way])
+        arguments = with_option_repeated(arguments, "--precision", WAYS)
     command = build_command()
     try:
         with command.make_context(PROGRAM, arguments) as context:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -94,22 +94,10 @@ def show_json(result: Result) -> None:
     print(json.dumps(result, indent=2, default=str))
 
 
-def warned(warnings_by_name: Mapping[str, Sequence[str]]) -> list[str]:
-    """Lay warnings out, each once, with the names of what it is of.
-
-    Args:
-        warnings_by_name: The warnings of each precision.
-
-    Returns:
-        The texts for ``show``.
-    """
-    names: dict[str, list[str]] = {}
-    for name, found in warnings_by_name.items():
-        for warning in dict.fromkeys(found):
-            names.setdefault(warning, []).append(name)
-    return [
-        f"warning ({', '.join(named)}): {warning}" for warning, named in names.items()
-    ]
+def each_once(what: str, results: Mapping[str, Result]) -> list[str]:
+    """Lay out the texts that results have under a name, such as their warnings, each once."""
+    texts = [text for result in results.values() for text in result[what]]
+    return [f"{what}: {text}" for text in dict.fromkeys(texts)]
 
 
 def printable(text: str) -> str:

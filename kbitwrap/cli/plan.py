@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
 
 from .. import Precision, QuantKind
+from ..config import format_bytes
 from .console import (
     EXIT_DONE,
     EXIT_NO,
     InputError,
     Result,
+    each_once,
     show,
     show_json,
-    warned,
 )
 from .hub import choose_quantization, refusing, working
-from .limits import limit_of, verdict
-from .tables import Rows, figure, table
+from .limits import budget_of, verdict
+from .tables import table
 from .trainers import TrainerName
 from .usage import (
     DEFAULT_QUANT,
     KINDS_OF_QUANT,
     PRECISIONS,
+    Budget,
+    DeviceMemory,
     HalfDtype,
     Json,
     TrustRemoteCode,
-    budget_option,
-    device_memory_option,
     expect_one_at_most,
     given,
     num_bytes,
 )
-from .ways import Way, explained
+from .ways import WAYS, Way, explained
 
 if TYPE_CHECKING:
     from .. import Plan
@@ -59,7 +60,11 @@ HELP = (
 )
 PEFT = "peft"
 _OF_STEPS = (PEFT, "unprepared")
-_PEFTS = "PEFT's prepare_model_for_kbit_training"
+_BESIDE = (
+    "This is the cost of preparing alone; --step shows what a training step takes. Beside it stand {} of samples, by "
+    "which kbitwrap tells whether training changed a parameter. PEFT's function leaves {} in the allocator's cache "
+    "until that is emptied; its newer versions empty it at the end."
+)
 _WITH_STEP = "Options with --step"
 _of_step = functools.partial(typer.Option, rich_help_panel=_WITH_STEP)
 
@@ -101,8 +106,8 @@ def command(
             "unprepared, which is as loaded. All but unprepared, if left out.",
         ),
     ] = None,
-    budget: Annotated[int | None, budget_option(_WITH_STEP)] = None,
-    device_memory: Annotated[int | None, device_memory_option(_WITH_STEP)] = None,
+    budget: Budget = None,
+    device_memory: DeviceMemory = None,
     seq: Annotated[
         int | None,
         _of_step(
@@ -211,10 +216,9 @@ def command(
     found = given(budget=budget, device_memory=device_memory, **of_steps)
     found += [f"--precision {way}" for way in _OF_STEPS if way in (precision or ())]
     if found and not step:
-        hint = ""
-        if budget is not None:
-            hint = ", or give --memory-budget for what preparing alone adds"
-        raise InputError(f"{found[0]} applies to training steps only: add --step{hint}")
+        raise InputError(
+            f"{found[0]} applies to training steps only: add --step. The budget of preparing alone is --memory-budget"
+        )
     if step and memory_budget is not None:
         raise InputError(
             "--memory-budget is for what preparing adds; the budget of a whole step is --budget"
@@ -225,12 +229,13 @@ def command(
     if (engine is None) != (devices is None):
         raise InputError("--engine and --devices are given together")
 
-    asked = precision or [way for way in Way if way is not Way.UNPREPARED]
-    ways = [way.value for way in asked]
+    ways = WAYS[:-1]  # all but "unprepared"
+    if precision:
+        ways = [way.value for way in precision]
     if step:
         from .step import plan_steps
 
-        limit = limit_of(budget, device_memory)
+        limit = budget_of(budget, device_memory)
         result, parts, fits = plan_steps(
             model, ways, limit, quant, dtype, trust_remote_code, **of_steps
         )
@@ -262,74 +267,60 @@ def _plan_preparation(
         from .. import Plan
         from ..model.pretrained import read_config
 
-        plans = {}
         with refusing(f"the model {model!r} cannot be prepared"):
             source = read_config(model, True) if trust_remote_code else model
             kind, config = choose_quantization(source, model, quant, dtype)
+            plans = {}
             for precision in PRECISIONS:
-                # With a budget all are planned, so that those that fit can be named;
-                # PEFT's function casts as "full" does.
-                if budget is not None or precision in (*asked, Precision.FULL):
-                    plans[precision.value] = Plan.for_pretrained(
-                        source, config, dtype, precision=precision
-                    )
+                plans[precision.value] = Plan.for_pretrained(
+                    source, config, dtype, precision=precision
+                )
 
     full = plans[Precision.FULL.value]
-    loaded = sum(row["bytes"] for row in full.by_role.values())
-    ours = {name: plan for name, plan in plans.items() if name in asked}
-    sizes = {PEFT: _added_by_peft(full)}
-    for name, plan in ours.items():
-        sizes[name] = plan.added_bytes, plan.peak_bytes
-    fitting = list(ours)
-    if budget is not None:
-        fitting = [name for name in plans if plans[name].peak_bytes <= budget]
-    added, peak = sizes[PEFT]
+    added, peak = _added_by_peft(full)
+    peft = {
+        "added_bytes": added,
+        "peak_bytes": peak,
+        "cache_bytes": full.cache_bytes,
+    }
+    ours = {name: plan.to_dict() for name, plan in plans.items() if name in asked}
+    for plan in ours.values():
+        del plan["edits"]
+    fits = {
+        name: budget is None or plan.peak_bytes <= budget
+        for name, plan in plans.items()
+    }
     result = {
         "model": model,
         "dtype": dtype,
         "quantization": full.quantization,
         "memory_budget_bytes": budget,
-        "loaded_bytes": loaded,
-        "peft": {
-            "added_bytes": added,
-            "peak_bytes": peak,
-            "cache_bytes": full.cache_bytes,
-        },
-        "fits": {name: name in fitting for name in ours},
-        "fitting": fitting,
-        "plans": {name: _figures(plan) for name, plan in ours.items()},
+        "loaded_bytes": sum(row["bytes"] for row in full.by_role.values()),
+        "peft": peft,
+        "fits": {name: fits[name] for name in ours},
+        "plans": ours,
     }
 
-    dtypes = dtype
-    if full.quantization:
-        dtypes = f"{full.quantization if config is None else kind} and {dtype}"
+    ways = [["preparing", "adds", "at its peak"]]
+    for name, way in {PEFT: peft, **ours}.items():
+        sizes = way["added_bytes"], way["peak_bytes"]
+        ways.append([name, *map(format_bytes, sizes)])
+    roles = [["parameters", "tensors", "loaded", f"added by {PEFT}"]]
+    for role, row in full.by_role.items():
+        sizes = row["bytes"], row["added_bytes"]
+        roles.append([role, str(row["count"]), *map(format_bytes, sizes)])
+    samples = max(plan.sample_bytes for plan in plans.values())
     parts: list[RenderableType] = [
-        f"Preparing {model} adds to {_mib(loaded)} MiB of parameters in {dtypes}: {_added(sizes)}."
+        f"{model}: preparing it, in {kind} and {dtype}",
+        table(ways, right=True),
+        explained([PEFT, *ours]),
+        table(roles, right=True),
+        _BESIDE.format(format_bytes(samples), format_bytes(full.cache_bytes)),
+        *each_once("warnings", ours),
     ]
     if budget is not None:
-        fits = {name: name in fitting for name in plans if name in (*fitting, *ours)}
-        parts.insert(0, verdict(f"{_mib(budget)} MiB", fits, "."))
-    if added or peak or full.cache_bytes:  # else none adds anything
-        rows = _by_way(sizes, loaded, budget)
-        parts += [table(rows, right=True), explained(sizes)]
-    parts.append(table(_by_role(full), right=True))
-    samples = max(plan.sample_bytes for plan in ours.values())
-    if samples:
-        parts.append(
-            f"While a model is prepared, samples of its parameters take {_mib(samples)} MiB more: by them kbitwrap "
-            "tells whether training changed a parameter."
-        )
-    if full.cache_bytes:
-        parts.append(
-            f"PEFT's function frees {_mib(full.cache_bytes)} MiB, which stay in the allocator's cache until that is "
-            "emptied; its newer versions empty it at the end."
-        )
-    parts += warned({name: plan.warnings for name, plan in ours.items()})
-    parts.append(
-        "This is the cost of preparing alone; --step shows what a training step takes."
-    )
-
-    return result, parts, ours.keys() <= {*fitting}
+        parts.insert(0, verdict(budget, fits))
+    return result, parts, all(fits[name] for name in ours)
 
 
 def _added_by_peft(full: Plan) -> tuple[int, int]:
@@ -342,56 +333,3 @@ def _added_by_peft(full: Plan) -> tuple[int, int]:
         peak = max(peak, added + cast.transient_bytes)
         added += cast.added_bytes
     return added, peak
-
-
-def _figures(plan: Plan) -> Result:
-    left_out = ("precision", "quantization", "edits")
-    return {key: value for key, value in plan.to_dict().items() if key not in left_out}
-
-
-_Sizes = Mapping[str, tuple[int, int]]  # added, and at the peak, by way
-
-
-def _added(sizes: _Sizes) -> str:
-    """Say what each way to prepare adds, those together that add the same."""
-    names: dict[int, list[str]] = {}
-    for name, (added, _) in sizes.items():
-        if name != PEFT:
-            names.setdefault(added, []).append(name)
-    names.setdefault(sizes[PEFT][0], []).append(_PEFTS)
-    said = []
-    for added, (*others, last) in sorted(names.items()):
-        much = f"{_mib(added)} MiB" if added else "nothing"
-        listed = f"{', '.join(others)} and {last}" if others else last
-        said.append(f"{much} with {listed}")
-    return "; ".join(said)
-
-
-def _by_way(sizes: _Sizes, loaded: int, budget: int | None) -> Rows:
-    """Make the rows of the ways to prepare: what each adds."""
-    rows = [["in MiB", "added", "peak while preparing", "parameters then"]]
-    if budget is not None:
-        rows[0].append("fits")
-    for name, (added, peak) in sizes.items():
-        row = [name, _mib(added), _mib(peak), _mib(loaded + added)]
-        if budget is not None:
-            row.append("yes" if peak <= budget else "no")
-        rows.append(row)
-    return rows
-
-
-def _by_role(full: Plan) -> Rows:
-    """Make the rows of the roles: tensors, loaded bytes, and those that PEFT's function adds."""
-    rows = [["parameters, in MiB", "tensors", "loaded"]]
-    if full.added_bytes:
-        rows[0].append(f"added by {PEFT}")
-    for role, row in full.by_role.items():
-        cells = [role, str(row["count"]), _mib(row["bytes"])]
-        if full.added_bytes:
-            cells.append(_mib(row["added_bytes"]))
-        rows.append(cells)
-    return rows
-
-
-def _mib(num_bytes: int) -> str:
-    return figure(num_bytes, 2**20, 1 if num_bytes >= 2**20 else 3)

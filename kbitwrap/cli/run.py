@@ -26,8 +26,8 @@ from .console import (
     show,
 )
 from .hub import refusing
-from .limits import gib, limit_of, verdict
-from .usage import budget_option, device_memory_option, expect_one_at_most, given
+from .limits import budget_of, verdict
+from .usage import Budget, DeviceMemory, expect_one_at_most, given
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = (
@@ -50,7 +50,6 @@ _NOT_CALLED = (
     "kbitwrap: in this process {} never called PEFT's prepare_model_for_kbit_training, so --precision {} changed "
     "nothing; TRL's trainers are prepared by prepared_trainer, and a model by KbitPreparedModel"
 )
-_WITH_PLAN = "Options with --plan"
 
 
 class _Stopped(BaseException):
@@ -80,14 +79,14 @@ def command(
             help="Print what a training step will take, and stop before the first.",
         ),
     ] = False,
-    budget: Annotated[int | None, budget_option(_WITH_PLAN)] = None,
-    device_memory: Annotated[int | None, device_memory_option(_WITH_PLAN)] = None,
+    budget: Budget = None,
+    device_memory: DeviceMemory = None,
     load: Annotated[
         bool,
         typer.Option(
             "--load",
             help="Load the models that the script loads.",
-            rich_help_panel=_WITH_PLAN,
+            rich_help_panel="Options with --plan",
         ),
     ] = False,
 ) -> int:
@@ -152,18 +151,14 @@ def _tell_step(
     if kernels == "cuda" and torch.cuda.is_available() and budget is None:
         there = torch.cuda.get_device_properties(0).total_memory
         device_memory = device_memory or there
-    limit = limit_of(budget, device_memory)
-    name = type(trainer).__name__
-    with quiet_libraries(), refusing(f"the step of {name} cannot be predicted"):
+    limit = budget_of(budget, device_memory)
+    what = f"the step of {type(trainer).__name__} cannot be predicted"
+    with quiet_libraries(), refusing(what):
         step = predict_step(trainer, kernels=kernels, **settings)
-    takes = f"a step of {name} takes {gib(step.peak_bytes)} GiB"
-    loading = step.loading_bytes or 0
-    if loading > step.peak_bytes:
-        takes += f", and loading the model {gib(loading)}"
-    fits = limit is None or step.needed_bytes <= limit.budget
+    fits = limit is None or step.needed_bytes <= limit
     if limit is not None:
-        takes = verdict(limit, {name: fits}, f", {takes}")
-    show(f"{takes}.", str(step))
+        show(verdict(limit, {step.precision: fits}))
+    show(str(step))
     return EXIT_DONE if fits else EXIT_NO
 
 

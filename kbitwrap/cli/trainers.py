@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
-from .console import InputError, expect_installed, first_line
+from .console import InputError, first_line
 
 TrainerName = Literal["sft", "dpo", "grpo", "reward", "trainer"]
 _CONFIGS = {
@@ -15,14 +15,6 @@ _CONFIGS = {
     "reward": ("trl", "RewardConfig"),
     "trainer": ("transformers", "TrainingArguments"),
 }
-
-
-def called(trainer: str) -> str:
-    """Name a trainer for people."""
-    library, config = _CONFIGS[trainer]
-    if library == "transformers":
-        return "transformers' Trainer"
-    return f"TRL's {config.removesuffix('Config')}Trainer"
 
 
 def arguments(
@@ -47,8 +39,6 @@ def arguments(
     Raises:
         InputError: The library is not installed, or refuses a setting.
     """
-    library, name = _CONFIGS[trainer]
-    expect_installed(f"the step of {called(trainer)}", library)
     settings: dict[str, Any] = {
         "output_dir": "unused",
         "use_cpu": True,  # no device is asked for; its kernels are followed all the same
@@ -61,8 +51,8 @@ def arguments(
         settings["fp16"] = autocast == "float16"
     if accumulate is not None:
         settings["gradient_accumulation_steps"] = accumulate
-    config = getattr(importlib.import_module(library), name)
+    library, name = _CONFIGS[trainer]
     try:
-        return config(**settings)
+        return getattr(importlib.import_module(library), name)(**settings)
     except (ValueError, ImportError) as error:
-        raise InputError(f"{called(trainer)}: {first_line(error)}") from error
+        raise InputError(f"--trainer {trainer}: {first_line(error)}") from error

@@ -105,25 +105,25 @@ Json = Annotated[
 ]
 
 
-def budget_option(panel: str) -> Any:
-    """Make the option for the bytes that a step has to fit; those of one panel stand together in the help."""
-    return typer.Option(
+Budget = Annotated[
+    int | None,
+    typer.Option(
         metavar="BYTES",
         parser=num_bytes,
         help="The most that all tensors of a step may take, the model's among them, such as 7GiB. The CUDA context "
         "comes on top.",
-        rich_help_panel=panel,
-    )
-
-
-def device_memory_option(panel: str) -> Any:
-    """Make the option for the memory of the device that a step has to fit."""
-    return typer.Option(
+        rich_help_panel="What a step has to fit",
+    ),
+]
+DeviceMemory = Annotated[
+    int | None,
+    typer.Option(
         metavar="BYTES",
         parser=num_bytes,
         help="In place of --budget: the memory of the GPU, such as 24GB, of which the CUDA context is taken off.",
-        rich_help_panel=panel,
-    )
+        rich_help_panel="What a step has to fit",
+    ),
+]
 
 
 def given(**options: object) -> list[str]:

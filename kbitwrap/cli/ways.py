@@ -7,6 +7,8 @@ from enum import Enum
 
 from rich.table import Table
 
+from .tables import table
+
 
 class Way(str, Enum):
     """A way to prepare: a precision, or another that a step is planned for."""
@@ -19,10 +21,9 @@ class Way(str, Enum):
     PEFT = "peft"
     UNPREPARED = "unprepared"
 
-    __str__ = str.__str__
 
-
-_WAYS = {
+WAYS = [way.value for way in Way]
+_EXPLAINED = {
     "full": "computes and stores what PEFT's function does",
     "compute": "computes what full does, and upcasts weights as they are used",
     "norms": "the default: norms compute in float32, stored as loaded",
@@ -35,7 +36,6 @@ _WAYS = {
 
 def explained(names: Iterable[str]) -> Table:
     """Say what each way to prepare does, in a line for each."""
-    lines = Table.grid(padding=(0, 2, 0, 0))
-    for name in names:
-        lines.add_row(name, _WAYS[name])
-    return lines
+    return table(
+        [["way", "what it does"], *([name, _EXPLAINED[name]] for name in names)]
+    )

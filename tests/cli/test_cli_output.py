@@ -31,7 +31,7 @@ ROWS = [
 
 def test_a_table_that_fits_has_a_rule_under_its_header(capsys: pytest.CaptureFixture[str]) -> None:
     show(table([("check", "result"), ("a longer name", "pass")]))
-    assert capsys.readouterr().out == "check          result\n-------------  ------\na longer name  pass\n"
+    assert capsys.readouterr().out == "check           result\n──────────────────────\na longer name   pass\n"
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])

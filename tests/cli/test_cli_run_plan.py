@@ -74,12 +74,12 @@ def test_a_script_is_planned_and_nothing_is_trained_or_written(
     out = capsys.readouterr().out
     assert "trainable params: " in out
     verdict = next(line for line in out.splitlines() if "GiB" in line)
-    assert verdict == "1 GiB: fits, a step of Trainer takes 0.001 GiB."
+    assert verdict == "1.0 GiB: fits with unprepared."
     assert "precision 'unprepared', batch 2, 8 tokens, on cpu" in out
     assert "went on" not in out
     assert not (tmp_path / "trained").exists()
     assert main(["run", "--plan", "--budget", "1KiB", script]) == 1
-    assert "\n0.001 GiB: does not fit, a step of Trainer takes 0.001 GiB.\n" in capsys.readouterr().out
+    assert "\n1.0 KiB: does not fit with unprepared.\n" in capsys.readouterr().out
     assert transformers.Trainer.train.__qualname__ == "Trainer.train"
 
 
@@ -156,7 +156,7 @@ def test_libraries_are_changed_when_the_script_imports_them(tmp_path: Path) -> N
     command = [sys.executable, "-W", "ignore", "-m", "kbitwrap", "run", "--plan", script]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    assert "\na step of Trainer takes 0.001 GiB.\n" in result.stdout
+    assert "\nprecision 'unprepared', batch 2, 8 tokens, on cpu: " in result.stdout
 
 
 def test_a_trainer_has_its_arguments_already(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ WRONG = {
     "plan /no/such": "there is no model at '/no/such'",
     "plan .": "there is no config.json in '.'",
     "plan m --seq 8": "--seq applies to training steps only: add --step",
-    "plan m --budget 8GiB": "--budget applies to training steps only: add --step, or give --memory-budget for what ",
+    "plan m --budget 8GiB": "--budget applies to training steps only: add --step. The budget of preparing alone is ",
     "plan m --step --memory-budget 8GiB": "for what preparing adds; the budget of a whole step is --budget",
     "plan m --step --budget 1GiB --device-memory 1GiB": "expected at most one of --budget, --device-memory, found ",
     "plan m --kernels cpu": "--kernels applies to training steps only: add --step",
