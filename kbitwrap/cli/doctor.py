@@ -7,14 +7,13 @@ import os
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import RenderableType
 
 from .. import ConfigError
-from ..reports import first_of
+from ..reports import first_of, shown
 from .console import (
     EXIT_DONE,
     EXIT_NO,
@@ -40,7 +39,8 @@ from .usage import (
 )
 
 if TYPE_CHECKING:
-    from .. import CheckpointReport, Manifest
+    from .. import CheckpointReport, DoctorReport, Manifest
+    from ..checkpoints.measure import MergeMeasure
 
 SUMMARY = (
     "Say what a checkpoint or a manifest is, and look for faults that raise no error."
@@ -65,14 +65,11 @@ HELP = (
     "Exit status: 0 no fault was found, 1 one was, 2 bad input."
 )
 _MOST_TENSORS = 5  # of a wrong merge, in its table
-_MOST_NAMES = 2  # in a row
-_SETTINGS = (
-    "freeze",
-    "gradient_checkpointing",
-    "input_require_grads",
-    "norm_modules",
-    "keep_originals",
+_REMEDY = (
+    "A preparation upcast these, and the model was saved before it was undone. To get the original dtypes back, with "
+    "this command, or with --manifest M or --like ORIGINAL, which know each tensor's dtype:"
 )
+_RECORDED = {"created", "versions", "model", "config", "adapters", "plan"}
 
 
 def command(
@@ -111,7 +108,17 @@ def command(
             raise InputError(
                 f"{of_folders[0]}: PATH is a file, {str(path)!r}: give the folder that is compared"
             )
-        return _tell_manifest(path, json_)
+        from .. import Manifest, ManifestError
+
+        try:
+            record = _record(Manifest.load(path))
+        except (ManifestError, OSError) as error:
+            raise InputError(first_line(error)) from error
+        if json_:
+            show_json(record)
+        else:
+            show(_recorded(record))
+        return EXIT_DONE
     if quant is not None and base is None and adapter is None:
         raise InputError(
             "--quant says how a base was quantized: give --adapter, or --base"
@@ -119,8 +126,7 @@ def command(
     hint = ""
     if adapter is not None:
         check_adapter(adapter)
-        is_alone = is_adapter(path) and not (path / "config.json").is_file()
-        if is_alone or path.stem == "adapter_model":
+        if is_adapter(path) and not (path / "config.json").is_file():
             raise InputError(
                 f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
             )
@@ -158,35 +164,28 @@ def command(
                 checkpoint = inspect_checkpoint(path)
 
     result = report.to_dict()
+    parts = [] if report.merge is None else _merge(report.merge)
+    parts += _checks(report)
     if checkpoint is not None:
         result["checkpoint"] = checkpoint.to_dict()
-        if checkpoint:
-            result["checkpoint"]["suggestion"] = _conversion(checkpoint)
+        parts += _contents(checkpoint)
+    if checkpoint:
+        suggestion = _conversion(checkpoint)
+        result["checkpoint"]["suggestion"] = suggestion
+        parts += _leftovers(checkpoint, suggestion)
     if manifest is not None:
         result["manifest"] = _record(manifest)
+        parts.append(_recorded(result["manifest"]))
     if json_:
         show_json(result)
     else:
-        parts = [] if report.merge is None else _merge(report.merge)
-        parts += _describe(result)
-        if checkpoint is not None:
-            parts.append(_contents(result["checkpoint"]))
-        if checkpoint:
-            parts += _leftovers(result["checkpoint"])
-        if manifest is not None:
-            parts.append(_describe_manifest(result["manifest"]))
         show(*parts)
     if hint:
         say(f"note: the base is {base!r}, which the config of the adapter names")
     return EXIT_NO if report else EXIT_DONE
 
 
-# ----------------------------------------------------------------------------------------------------
-# The examination.
-# ----------------------------------------------------------------------------------------------------
-
-
-def _merge(merge: Any) -> list[RenderableType]:
+def _merge(merge: MergeMeasure) -> list[RenderableType]:
     """Lay out the verdict on a merge, and its worst tensors where it is none."""
     verdict = printable(str(merge))
     if not merge.faults:
@@ -194,66 +193,35 @@ def _merge(merge: Any) -> list[RenderableType]:
     worst = sorted(merge.tensors.items(), key=lambda item: -item[1].error)
     rows = [["tensor", "kept", "error", "bits"]]
     for fqn, one in worst[:_MOST_TENSORS]:
-        rows.append(
-            [printable(fqn), f"{one.kept:.1%}", f"{one.error:.1%}", str(one.bits)]
-        )
+        figures = f"{one.kept:.1%}", f"{one.error:.1%}", str(one.bits)
+        rows.append([printable(fqn), *figures])
     kept = f"{merge.kept:.1%} of the delta is there, with an error of {merge.error:.1%} of it; the worst tensors:"
     return [verdict, kept, table(rows)]
 
 
-def _describe(result: Result) -> list[RenderableType]:
-    """Lay out the number of faults and of checks, what was not measured, the faults, and each check by its place."""
-    num_faults = len(result["findings"])
-    outcomes = [check["outcome"] for check in result["looked_at"]]
-    num_open = outcomes.count("not measured")
-    found = "no fault" if num_faults == 0 else _count(num_faults, "fault")
-    checks = _count(len(outcomes) - num_open, "check")
-    summary = f"{printable(result['subject'])}: {found} found in {checks}"
-    if num_open:
-        summary += f"; {num_open} not measured"
-    open_ones = [f"not measured: {printable(text)}" for text in result["not_measured"]]
-    parts: list[RenderableType] = [Group(summary, *open_ones)]
-    for finding in result["findings"]:
-        details = []
-        for name in ("where", "evidence", "remedy"):
-            details.append(_indented(f"{name}: {printable(finding[name])}"))
-        parts.append(Group(printable(finding["what"]), *details))
-    by_place: dict[str, list[Padding]] = {}
-    for check in result["looked_at"]:
-        line = f"{check['what']}: {check['outcome']}: {check['evidence']}"
-        by_place.setdefault(check["where"], []).append(_indented(printable(line)))
-    for where, lines in by_place.items():
-        parts.append(Group(f"looked at in {printable(where)}:", *lines))
-    return parts
+def _checks(report: DoctorReport) -> list[RenderableType]:
+    """Lay out what was not measured, the faults, and each check."""
+    lines = [
+        f"{report.subject}: faults: {len(report.findings)}, not measured: {len(report.not_measured)}",
+        *(f"not measured: {text}" for text in report.not_measured),
+    ]
+    faults = [f"fault: {finding}" for finding in report.findings]
+    checks = [str(check) for check in report.looked_at]
+    groups = (lines, *([fault] for fault in faults), ["looked at:", *checks])
+    return ["\n".join(map(printable, group)) for group in groups]
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _indented(text: str) -> Padding:
-    return Padding(text, (0, 0, 0, 2), expand=False)
-
-
-# ----------------------------------------------------------------------------------------------------
-# A checkpoint, and what was left in float32.
-# ----------------------------------------------------------------------------------------------------
-
-
-def _contents(checkpoint: Result) -> str:
-    """Say in a sentence what the files of a checkpoint hold."""
-    dtypes = []
-    for name, row in checkpoint["dtypes"].items():
-        dtypes.append(f"{row['count']} {name} ({row['bytes']:,} bytes)")
-    quantized = "quantized" if checkpoint["is_quantized"] else "not quantized"
+def _contents(checkpoint: CheckpointReport) -> list[RenderableType]:
+    """Lay out what the files of a checkpoint hold."""
     said = (
-        f"{printable(str(checkpoint['path']))}: {checkpoint['num_tensors']} tensors, "
-        f"{checkpoint['num_bytes']:,} bytes, {quantized}: {', '.join(dtypes)}; "
-        f"config dtype: {checkpoint['config_dtype'] or 'not named'}"
+        f"{checkpoint.path}: {checkpoint.num_tensors} tensors, {checkpoint.num_bytes:,} bytes, "
+        f"{'quantized' if checkpoint.is_quantized else 'not quantized'}; config dtype: {checkpoint.config_dtype}; "
+        f"adapters: {first_of(checkpoint.adapters) or 'none'}"
     )
-    if checkpoint["adapters"]:
-        said += f"; adapters: {_some(checkpoint['adapters'])}"
-    return said
+    rows = [["stored in", "tensors", "bytes"]]
+    for dtype, row in checkpoint.dtypes.items():
+        rows.append([dtype, f"{row['count']:,}", f"{row['bytes']:,}"])
+    return [printable(said), table(rows, right=True)]
 
 
 def _conversion(checkpoint: CheckpointReport) -> str:
@@ -264,44 +232,14 @@ def _conversion(checkpoint: CheckpointReport) -> str:
     return f"{convert} --dtype {checkpoint.half_dtype}"
 
 
-def _leftovers(checkpoint: Result) -> list[RenderableType]:
+def _leftovers(checkpoint: CheckpointReport, command: str) -> list[RenderableType]:
     """Lay out the tensors that a preparation left in float32, and the command that gives them their dtypes back."""
     rows = [["left in float32", "tensors", "wasted bytes", "names"]]
-    for kind, tensors in checkpoint["leftovers"].items():
+    for kind, tensors in checkpoint.leftovers.items():
+        names = printable(first_of(list(tensors)))
         wasted = f"{sum(tensors.values()):,}"
-        rows.append([kind, str(len(tensors)), wasted, _some(list(tensors))])
-    remedy = Group(
-        f"{checkpoint['wasted_bytes']:,} bytes of {checkpoint['num_bytes']:,} are wasted: a preparation upcast these, "
-        "and the model was saved before it was undone. To get the original dtypes back:",
-        _indented(checkpoint["suggestion"]),
-        "or with --manifest M or --like ORIGINAL, which know each tensor's dtype.",
-    )
-    return [table(rows), remedy]
-
-
-def _some(names: list[str]) -> str:
-    """Name the first of many names, and count the others."""
-    return first_of([printable(name) for name in names], _MOST_NAMES)
-
-
-# ----------------------------------------------------------------------------------------------------
-# A manifest.
-# ----------------------------------------------------------------------------------------------------
-
-
-def _tell_manifest(path: Path, as_json: bool) -> int:
-    """Print what a manifest records."""
-    from .. import Manifest, ManifestError
-
-    try:
-        result = _record(Manifest.load(path))
-    except (ManifestError, OSError) as error:
-        raise InputError(first_line(error)) from error
-    if as_json:
-        show_json(result)
-    else:
-        show(_describe_manifest(result))
-    return EXIT_DONE
+        rows.append([kind, str(len(tensors)), wasted, names])
+    return [table(rows), f"{_REMEDY}\n  {command}"]
 
 
 def _record(manifest: Manifest) -> Result:
@@ -311,40 +249,22 @@ def _record(manifest: Manifest) -> Result:
     for fqn, record in tensors.items():
         if record.original_dtype != record.prepared_dtype:
             upcast.append(fqn)
-    parts = {"created", "versions", "model", "config", "adapters", "plan"}
     before = manifest.before.memory.parameter_bytes
     after = manifest.after.memory.parameter_bytes
     return {
         "kind": "manifest",
-        **manifest.model_dump(mode="json", by_alias=True, include=parts),
+        **manifest.model_dump(mode="json", by_alias=True, include=_RECORDED),
         "tensors": dict(Counter(record.type for record in tensors.values())),
         "stored_in_another_dtype": upcast,
         "measured_added_bytes": after - before,
     }
 
 
-def _describe_manifest(result: Result) -> RenderableType:
-    model = result["model"]
-    config = result["config"]
-    adapters = []
-    for name, record in result["adapters"].items():
-        adapters.append(f"{name} ({', '.join(record['dtypes'])})")
-    versions = [f"{name} {version}" for name, version in result["versions"].items()]
-    tensors = [f"{count} {kind}" for kind, count in result["tensors"].items()]
-    planned = result["plan"]["added_bytes"]
-    measured = result["measured_added_bytes"]
-    name = model["name_or_path"] or "no name"
-    described = {
-        "the manifest": "records",
-        "model": f"{model['class']} ({name}), {model['dtype'] or 'no dtype'}",
-        "quantization": model["quantization"]["method"] or "none",
-        "precision": config["precision"],
-        "settings": ", ".join(f"{name}={config[name]}" for name in _SETTINGS),
-        "adapters": _some(adapters) or "none",
-        "created": result["created"],
-        "versions": ", ".join(versions),
-        "tensors": ", ".join(tensors) or "none",
-        "stored upcast": _some(result["stored_in_another_dtype"]) or "none",
-        "added bytes": f"{planned:,} planned, {measured:,} measured",
-    }
-    return table(list(described.items()))
+def _recorded(record: Result) -> RenderableType:
+    """Lay out what a manifest records."""
+    from ..manifest.diff import of_whole
+
+    rows = [["the manifest", "records"]]
+    for name, value in of_whole(record)[""].items():
+        rows.append([printable(name), shown(value)])
+    return table(rows)
