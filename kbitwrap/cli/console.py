@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.status import Status
 from rich.text import Text
 
+from .. import KbitWrapError, ManifestMismatchError
 from ..reports import first_sentence
 
 EXIT_DONE = 0
@@ -146,90 +146,56 @@ class Doing(Status):
         self.update(Text(f"{self._what}: {mebibytes} written"))
 
 
-# What libraries warn of that is not the user's concern, by the beginning.
-_NOT_THE_USERS = (
-    # PEFT calls them by the names that transformers deprecates.
-    ("`(is_)?gradient_checkpointing(_enable)?` is deprecated", FutureWarning),
-    # PEFT's function leaves it to torch which checkpointing there is.
-    ("torch.utils.checkpoint: the use_reentrant parameter", UserWarning),
-    # A model that is quantized already keeps its own quantization, which is shown.
-    ("You passed `quantization_config` or equivalent parameters", UserWarning),
-    # True of every merge into a quantized layer, and what the command is to show.
-    ("Merge lora module to [48]-bit linear", UserWarning),
-    # Older bitsandbytes say through `warnings` what newer ones log.
-    ("MatMul8bitLt: inputs will be cast", UserWarning),
-)
-
-
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence what libraries say that is not the user's concern; put it back afterwards."""
+    """Silence what libraries log and warn of, but for what kbitwrap warns a command of; put it back afterwards."""
     from transformers.utils import logging as transformers_logging
 
-    bitsandbytes_logger = logging.getLogger("bitsandbytes")
-    deepspeed_logger = logging.getLogger("DeepSpeed")
-    with contextlib.ExitStack() as stack:
-        stack.callback(
-            transformers_logging.set_verbosity, transformers_logging.get_verbosity()
-        )
-        transformers_logging.set_verbosity_error()
-        if transformers_logging.is_progress_bar_enabled():
-            stack.callback(transformers_logging.enable_progress_bar)
-        transformers_logging.disable_progress_bar()
-        # One line a layer: on int8 layers, that bfloat16 inputs are cast to float16.
-        # There is no other way for them.
-        stack.callback(bitsandbytes_logger.setLevel, bitsandbytes_logger.level)
-        bitsandbytes_logger.setLevel(logging.ERROR)
-        # It warns of a machine without a GPU on standard output, where JSON may be read,
-        # once transformers imports it; importing it sets its level.
-        stack.callback(setattr, deepspeed_logger, "disabled", deepspeed_logger.disabled)
-        deepspeed_logger.disabled = True
-        stack.enter_context(warnings.catch_warnings())
-        for beginning, category in _NOT_THE_USERS:
-            warnings.filterwarnings("ignore", beginning, category)
-        yield
+    shows_bars = transformers_logging.is_progress_bar_enabled()
+    level = logging.root.manager.disable
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", "", UserWarning, __package__)
+            yield
+    finally:
+        logging.disable(level)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
-def warnings_for(command: str) -> Iterator[list[str]]:
-    """Collect what the library warns a command of, which is said in notes of one line; others are shown as they are.
+def working(what: str, trust_remote_code: bool = False) -> Iterator[Doing]:
+    """Work with a line of progress, and say in one line what the library refuses, with options in place of arguments.
 
     Args:
-        command: The name of its module.
+        what: What is being done, in a few words.
+        trust_remote_code: Whether the code that the model brings along is run: that is
+            said.
 
     Yields:
-        The texts, once the body has ended.
+        The line of progress.
+
+    Raises:
+        InputError: The library refused what it was given.
+        ManifestMismatchError: The model is not the manifest's, which is an answer.
     """
-    texts: list[str] = []
-    source = sys.modules[command].__file__
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", "", UserWarning, re.escape(command))
-        yield texts
-    for one in caught:
-        if one.filename == source:
-            texts.append(str(one.message))
-        else:
-            warnings.showwarning(one.message, one.category, one.filename, one.lineno)
+    if trust_remote_code:
+        say("--trust-remote-code: code that the model brings along is run")
+    try:
+        with Doing(what) as doing, quiet_libraries():
+            yield doing
+    except ManifestMismatchError:
+        raise
+    except (KbitWrapError, OSError) as error:
+        raise InputError(first_line(error)) from error
 
 
 # ----------------------------------------------------------------------------------------------------
 # What is refused.
 # ----------------------------------------------------------------------------------------------------
-
-
-def expect_installed(what: str, *libraries: str) -> None:
-    """Refuse what libraries are missing for, before they are imported.
-
-    Args:
-        what: What needs them.
-        *libraries: Their names.
-
-    Raises:
-        InputError: One is not installed.
-    """
-    for name in libraries:
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"{what} needs {name}, which is not installed")
 
 
 def checked_device(name: str | None) -> str | None:

@@ -9,18 +9,17 @@ from typing import Annotated
 
 import typer
 
-from .. import ExportReport, KbitWrapError, ManifestMismatchError
+from .. import ExportReport, ManifestMismatchError
 from .console import (
     EXIT_DONE,
     EXIT_NO,
     Doing,
-    InputError,
     first_line,
     say,
     show,
     show_json,
+    working,
 )
-from .hub import working
 from .usage import (
     HalfDtype,
     Json,
@@ -104,7 +103,7 @@ def command(
             progress=written,
         )
 
-    return write(convert, working(None, f"converting {source}"), as_json=json_)
+    return write(convert, working(f"converting {source}"), as_json=json_)
 
 
 def write(
@@ -140,8 +139,6 @@ def write(
             }
             show_json(result)
         return EXIT_NO
-    except KbitWrapError as error:
-        raise InputError(first_line(error)) from error
     if as_json:
         show_json(report.to_dict())
     else:

@@ -20,13 +20,12 @@ from .console import (
     InputError,
     Result,
     checked_device,
-    first_line,
     printable,
     say,
     show,
     show_json,
+    working,
 )
-from .hub import NAMED_BY_ADAPTER, check_adapter, is_adapter, named_base, working
 from .tables import table
 from .usage import (
     BaseInTraining,
@@ -64,6 +63,7 @@ HELP = (
     "base: an engine that is sent adapters only needs that.\n\n"
     "Exit status: 0 no fault was found, 1 one was, 2 bad input."
 )
+_ADAPTER_CONFIG = "adapter_config.json"
 _MOST_TENSORS = 5  # of a wrong merge, in its table
 _REMEDY = (
     "A preparation upcast these, and the model was saved before it was undone. To get the original dtypes back, with "
@@ -108,12 +108,10 @@ def command(
             raise InputError(
                 f"{of_folders[0]}: PATH is a file, {str(path)!r}: give the folder that is compared"
             )
-        from .. import Manifest, ManifestError
+        with working(f"reading {path}"):
+            from .. import Manifest
 
-        try:
             record = _record(Manifest.load(path))
-        except (ManifestError, OSError) as error:
-            raise InputError(first_line(error)) from error
         if json_:
             show_json(record)
         else:
@@ -123,40 +121,37 @@ def command(
         raise InputError(
             "--quant says how a base was quantized: give --adapter, or --base"
         )
-    hint = ""
-    if adapter is not None:
-        check_adapter(adapter)
-        if is_adapter(path) and not (path / "config.json").is_file():
-            raise InputError(
-                f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
-            )
-        if base is None:
-            base, hint = named_base(adapter), NAMED_BY_ADAPTER
-            if base is None:
-                raise InputError(
-                    f"the config of the adapter in {str(adapter)!r} names no base: give it (--base)"
-                )
-    with working(base, f"examining {path}", trust_remote_code, hint) as doing:
-        from .. import KbitWrapError, doctor  # not before: they load torch
+    if (
+        adapter is not None
+        and (path / _ADAPTER_CONFIG).is_file()
+        and not (path / "config.json").is_file()
+    ):
+        raise InputError(
+            f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
+        )
+    with working(f"examining {path}", trust_remote_code) as doing:
+        from .. import doctor  # not before: it loads torch
+        from ..checkpoints.adapters import read_adapter
+        from ..checkpoints.base import named_base
         from ..checkpoints.inspection import inspect_checkpoint
         from ..checkpoints.reader import has_weights, saved_manifest
 
         def tell(num_done: int, num_tensors: int) -> None:
             doing.now(f"measuring {path}: {num_done:,} of {num_tensors:,} tensors")
 
-        try:
-            report = doctor(
-                path,
-                base=base,
-                adapter=adapter,
-                quant=quant,
-                device=checked_device(device),
-                trust_remote_code=trust_remote_code,
-                progress=tell,
-            )
-            manifest = saved_manifest(path)
-        except (KbitWrapError, OSError) as error:
-            raise InputError(first_line(error)) from error
+        if adapter is not None and base is None:
+            base = named_base(read_adapter(adapter), None)
+            say(f"note: the base is {base!r}, which the config of the adapter names")
+        report = doctor(
+            path,
+            base=base,
+            adapter=adapter,
+            quant=quant,
+            device=checked_device(device),
+            trust_remote_code=trust_remote_code,
+            progress=tell,
+        )
+        manifest = saved_manifest(path)
         checkpoint = None
         # the report names what is damaged
         with contextlib.suppress(ConfigError):
@@ -180,8 +175,6 @@ def command(
         show_json(result)
     else:
         show(*parts)
-    if hint:
-        say(f"note: the base is {base!r}, which the config of the adapter names")
     return EXIT_NO if report else EXIT_DONE
 
 

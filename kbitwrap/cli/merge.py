@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +18,11 @@ from .console import (
     InputError,
     checked_device,
     say,
-    warnings_for,
     with_options,
-)
-from .convert import write
-from .hub import (
-    NAMED_BY_ADAPTER,
-    check_adapter,
-    named_base,
-    quantization_in_training,
     working,
 )
+from .convert import write
+from .quantization import quantization_in_training
 from .usage import (
     Device,
     DtypeOfBase,
@@ -126,18 +121,15 @@ def command(
         raise InputError(f"{takes}, found {' '.join(paths)}")
     base: str | None = paths[0]
     adapter = None if no_adapter else Path(paths[-1])
-    hint = ""
-    if adapter is not None:
-        check_adapter(adapter)
-        if len(paths) == 1:
-            base, hint = named_base(adapter), NAMED_BY_ADAPTER
+    if adapter is not None and len(paths) == 1:
+        base = None  # what the config of the adapter names
     notes: list[str] = []
     unrecorded: list[str] = []
 
     def merge(written: Callable[[int], None]) -> ExportReport:
         from .. import merge_checkpoint
 
-        with warnings_for(__name__) as warned:
+        with warnings.catch_warnings(record=True) as caught:
             report = merge_checkpoint(
                 base,
                 adapter,
@@ -158,12 +150,13 @@ def command(
                 unrecorded.extend(
                     _unrecorded(base, adapter, manifest, quant, trust_remote_code)
                 )
-        for note in dict.fromkeys([*warned, *report.notes]):
+        said = [str(one.message) for one in caught]
+        for note in dict.fromkeys([*said, *report.notes]):
             notes.append(with_options(note))
         return replace(report, notes=tuple(notes))
 
     what = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
-    doing = working(base, what, trust_remote_code, hint)
+    doing = working(what, trust_remote_code)
     status = write(merge, doing, as_json=json_)
     if status != EXIT_DONE:
         return status

@@ -19,9 +19,10 @@ from .console import (
     each_once,
     show,
     show_json,
+    working,
 )
-from .hub import choose_quantization, refusing, working
 from .limits import budget_of, verdict
+from .quantization import choose_quantization
 from .tables import table
 from .trainers import TrainerName
 from .usage import (
@@ -263,18 +264,17 @@ def _plan_preparation(
     Returns:
         What was planned, the same as texts and tables, and whether it fits the budget.
     """
-    with working(model, f"planning for {model}", trust_remote_code):
+    with working(f"planning for {model}", trust_remote_code):
         from .. import Plan
         from ..model.pretrained import read_config
 
-        with refusing(f"the model {model!r} cannot be prepared"):
-            source = read_config(model, True) if trust_remote_code else model
-            kind, config = choose_quantization(source, model, quant, dtype)
-            plans = {}
-            for precision in PRECISIONS:
-                plans[precision.value] = Plan.for_pretrained(
-                    source, config, dtype, precision=precision
-                )
+        source = read_config(model, True) if trust_remote_code else model
+        kind, config = choose_quantization(source, model, quant, dtype)
+        plans = {}
+        for precision in PRECISIONS:
+            plans[precision.value] = Plan.for_pretrained(
+                source, config, dtype, precision=precision
+            )
 
     full = plans[Precision.FULL.value]
     added, peak = _added_by_peft(full)

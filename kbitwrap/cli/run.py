@@ -22,10 +22,9 @@ from .console import (
     EXIT_INTERRUPTED,
     EXIT_NO,
     InputError,
-    quiet_libraries,
     show,
+    working,
 )
-from .hub import refusing
 from .limits import budget_of, verdict
 from .usage import Budget, DeviceMemory, expect_one_at_most, given
 
@@ -152,8 +151,7 @@ def _tell_step(
         there = torch.cuda.get_device_properties(0).total_memory
         device_memory = device_memory or there
     limit = budget_of(budget, device_memory)
-    what = f"the step of {type(trainer).__name__} cannot be predicted"
-    with quiet_libraries(), refusing(what):
+    with working(f"predicting the step of {type(trainer).__name__}"):
         step = predict_step(trainer, kernels=kernels, **settings)
     fits = limit is None or step.needed_bytes <= limit
     if limit is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -12,18 +13,11 @@ from .console import (
     QUANT_BY_CONFIG,
     InputError,
     checked_device,
-    first_line,
     say,
     show_json,
-    warnings_for,
-)
-from .hub import (
-    NAMED_BY_ADAPTER,
-    check_adapter,
-    named_base,
-    quantization_in_training,
     working,
 )
+from .quantization import quantization_in_training
 from .usage import (
     BaseInTraining,
     Device,
@@ -64,36 +58,32 @@ def command(
     Raises:
         InputError: There is no usable base or adapter, or there is a manifest already.
     """
-    check_adapter(adapter)
-    hint = NAMED_BY_ADAPTER if base is None else ""
-    base = base or named_base(adapter)
-    with working(base, f"stamping {adapter}", trust_remote_code, hint):
-        from .. import KbitWrapError, stamp_adapter  # not before: they load torch
+    with working(f"stamping {adapter}", trust_remote_code):
+        from .. import stamp_adapter  # not before: it loads torch
         from ..checkpoints.adapters import read_adapter
+        from ..checkpoints.base import named_base
         from ..checkpoints.base_quantization import UNKNOWN, find_quantization
 
-        try:
-            if base and quant is None:
-                saved = read_adapter(adapter)
-                told = find_quantization(base, None, None, saved, trust_remote_code)
-                if told.source == UNKNOWN:
-                    raise InputError(
-                        f"it is not known how the base {base!r} was quantized in training: no config says it; give "
-                        f"--quant. {QUANT_BY_CONFIG}"
-                    )
-            with warnings_for(__name__) as notes:
-                manifest = stamp_adapter(
-                    adapter,
-                    base,
-                    quantization_config=quantization_in_training(quant, dtype),
-                    dtype=dtype,
-                    device=checked_device(device),
-                    trust_remote_code=trust_remote_code,
-                )
-        except (KbitWrapError, OSError) as error:
-            raise InputError(first_line(error)) from error
-    for note in notes:
-        say(f"note: {note}")
+        saved = read_adapter(adapter)
+        base = base or named_base(saved, None)
+        given = quantization_in_training(quant, dtype)
+        told = find_quantization(base, given, None, saved, trust_remote_code)
+        if told.source == UNKNOWN:
+            raise InputError(
+                f"it is not known how the base {base!r} was quantized in training: no config says it; give --quant. "
+                f"{QUANT_BY_CONFIG}"
+            )
+        with warnings.catch_warnings(record=True) as caught:
+            manifest = stamp_adapter(
+                adapter,
+                base,
+                quantization_config=given,
+                dtype=dtype,
+                device=checked_device(device),
+                trust_remote_code=trust_remote_code,
+            )
+    for one in caught:
+        say(f"note: {one.message}")
     if json_:
         show_json({"path": str(adapter), "unknown": list(manifest.unknown)})
         return EXIT_DONE

@@ -11,9 +11,9 @@ from .. import StepPredictor
 from ..config import format_bytes
 from ..foresight.ledger import KINDS
 from ..model.pretrained import read_config
-from .console import Result, each_once
-from .hub import choose_quantization, refusing, working
+from .console import Result, each_once, working
 from .limits import verdict
+from .quantization import choose_quantization
 from .tables import table
 from .trainers import arguments
 from .ways import explained
@@ -67,8 +67,7 @@ def plan_steps(
     rank = rank or 16
     kernels = kernels or "cuda"
     steps: dict[str, Result] = {}
-    refused = refusing(f"the step of {model!r} cannot be predicted")
-    with working(model, f"building {model}", trust_remote_code) as doing, refused:
+    with working(f"building {model}", trust_remote_code) as doing:
         from peft import LoraConfig
 
         source = read_config(model, True) if trust_remote_code else model

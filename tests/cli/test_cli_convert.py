@@ -404,7 +404,7 @@ def test_an_adapter_that_is_not_there_is_looked_for_on_no_hub(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
     status, _, err = run(capsys, "merge", "some-adapter", "--out", tmp_path / "out")
     assert (status, err.count("\n")) == (2, 1)
-    assert "there is no folder 'some-adapter'" in err
+    assert "there is no adapter_config.json with adapter_model.safetensors in 'some-adapter'" in err
 
 
 @pytest.mark.parametrize("quant", few(["nf4", "nf4-double", "fp4", "fp4-double", "int8"], ["fp4-double", "int8"]))
@@ -447,7 +447,7 @@ def test_merge_needs_a_base_that_the_manifest_records(
     ("changed", "message"),
     [
         ({"base": "none"}, "there is no model at"),
-        ({"adapter": "none"}, "there is no folder"),
+        ({"adapter": "none"}, "there is no adapter_config.json"),
         ({"--manifest": "none.json"}, "none.json"),
         ({"--device": "mps"}, "device 'mps' is not available"),
     ],

@@ -212,13 +212,6 @@ def test_a_stamp_is_made_as_it_is_told_and_says_how_it_is_replaced(
     assert run(capsys, *arguments)[0] == 0
 
 
-def test_a_stamp_needs_an_adapter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(capsys, "stamp", tmp_path / "absent", "--quant", "nf4")[::2] == (
-        2,
-        f"kbitwrap: error: there is no folder {str(tmp_path / 'absent')!r}: ADAPTER is the folder of a saved adapter\n",
-    )
-
-
 @pytest.mark.parametrize("quant", ["nf4", "fp4", "fp4-double", "int8", "none"])
 def test_another_quantization_than_the_manifest_records_is_told_before_anything_is_loaded(
     quant: str,
