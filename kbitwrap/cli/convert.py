@@ -143,4 +143,6 @@ def write(
         show_json(report.to_dict())
     else:
         show(str(report))
+    for note in report.notes:
+        say(f"note: {note}")
     return EXIT_DONE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +12,8 @@ import typer
 
 from .. import ExportReport
 from .console import (
-    EXIT_DONE,
-    QUANT_BY_CONFIG,
     InputError,
     checked_device,
-    say,
     with_options,
     working,
 )
@@ -105,26 +101,19 @@ def command(
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
-    """Merge, and print what was written. Of several processes that torchrun starts, the first one does it.
+    """Merge, and print what was written.
 
     Raises:
         InputError: There is no usable base, adapter, manifest or destination.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return EXIT_DONE
-    if seed and as_ != "quantized":
-        raise InputError("--seed is for --as quantized, which alone draws numbers")
     if len(paths) > (1 if no_adapter else 2):
-        takes = (
-            "--no-adapter takes BASE alone" if no_adapter else "takes BASE and ADAPTER"
+        raise InputError(
+            f"expected [BASE] ADAPTER, or BASE alone with --no-adapter, found {' '.join(paths)}"
         )
-        raise InputError(f"{takes}, found {' '.join(paths)}")
     base: str | None = paths[0]
     adapter = None if no_adapter else Path(paths[-1])
     if adapter is not None and len(paths) == 1:
         base = None  # what the config of the adapter names
-    notes: list[str] = []
-    unrecorded: list[str] = []
 
     def merge(written: Callable[[int], None]) -> ExportReport:
         from .. import merge_checkpoint
@@ -146,56 +135,9 @@ def command(
                 check=check,
                 trust_remote_code=trust_remote_code,
             )
-            if adapter is not None:
-                unrecorded.extend(
-                    _unrecorded(base, adapter, manifest, quant, trust_remote_code)
-                )
         said = [str(one.message) for one in caught]
-        for note in dict.fromkeys([*said, *report.notes]):
-            notes.append(with_options(note))
-        return replace(report, notes=tuple(notes))
+        notes = dict.fromkeys([*said, *report.notes])
+        return replace(report, notes=tuple(map(with_options, notes)))
 
-    what = f"dequantizing {base}" if adapter is None else f"merging {adapter}"
-    doing = working(what, trust_remote_code)
-    status = write(merge, doing, as_json=json_)
-    if status != EXIT_DONE:
-        return status
-    if check:
-        wanted = "the base" if adapter is None else "a merge of the two"
-        say(f"checked: the files in {out} are what {wanted} is")
-    for note in [*notes, *unrecorded]:
-        say(f"note: {note}")
-    return EXIT_DONE
-
-
-def _unrecorded(
-    base: str | None,
-    adapter: Path,
-    manifest: Path | None,
-    quant: str | None,
-    trust_remote_code: bool,
-) -> list[str]:
-    """Say what nothing records of the run whose adapter was merged."""
-    from ..checkpoints.adapters import read_adapter
-    from ..checkpoints.base import named_base as base_of
-    from ..checkpoints.base_quantization import GIVEN, find_quantization
-    from ..checkpoints.reader import load_manifest, saved_manifest
-
-    notes = []
-    record = saved_manifest(adapter) if manifest is None else load_manifest(manifest)
-    if record is not None and record.unknown:
-        unknown = "; ".join(record.unknown)
-        notes.append(
-            f"the manifest was made after the run, and does not know {unknown}"
-        )
-    saved = read_adapter(adapter)
-    given = quantization_in_training(quant, None)
-    told = find_quantization(
-        base or base_of(saved, record), given, record, saved, trust_remote_code
-    )
-    if told.source == GIVEN:
-        notes.append(
-            f"nothing here records how BASE was quantized in training, so --quant {quant} was taken at its word; "
-            f"another quantization in training has other weights. {QUANT_BY_CONFIG}"
-        )
-    return notes
+    doing = working(f"merging {' and '.join(paths)}", trust_remote_code)
+    return write(merge, doing, as_json=json_)

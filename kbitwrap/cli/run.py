@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import importlib.machinery
 import os
+import runpy
 import sys
 import types
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from .console import (
     EXIT_INTERRUPTED,
     EXIT_NO,
     InputError,
+    say,
     show,
     working,
 )
@@ -46,8 +46,8 @@ HELP = (
 )
 SETTINGS = {"allow_interspersed_args": False}
 _NOT_CALLED = (
-    "kbitwrap: in this process {} never called PEFT's prepare_model_for_kbit_training, so --precision {} changed "
-    "nothing; TRL's trainers are prepared by prepared_trainer, and a model by KbitPreparedModel"
+    "the script never called PEFT's prepare_model_for_kbit_training, so --precision changed nothing; TRL's trainers "
+    "are prepared by prepared_trainer, and a model by KbitPreparedModel"
 )
 
 
@@ -56,7 +56,6 @@ class _Stopped(BaseException):
 
 
 def command(
-    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     arguments: Annotated[
         list[str] | None,
@@ -65,12 +64,13 @@ def command(
         ),
     ] = None,
     precision: Annotated[
-        Precision,
+        Precision | None,
         typer.Option(
             metavar="PRECISION",
-            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none.",
+            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none; full, if "
+            "left out.",
         ),
-    ] = Precision.FULL,
+    ] = None,
     plan: Annotated[
         bool,
         typer.Option(
@@ -102,9 +102,7 @@ def command(
     if of_plan and not plan:
         raise InputError(f"{of_plan[0]} is for --plan")
     if not plan:
-        source: Any = context.get_parameter_source("precision")
-        told = "" if source.name == "DEFAULT" else _NOT_CALLED.format(script, precision)
-        return _run(script, arguments, _patched_when_imported(precision, told))
+        return _run(script, arguments, _patched_when_imported(precision))
 
     from .. import instead_of_training
 
@@ -114,7 +112,9 @@ def command(
         trainers.append((trainer, settings))
         raise _Stopped
 
-    stopping = instead_of_training(stop, precision=precision, loads=load)
+    stopping = instead_of_training(
+        stop, precision=precision or Precision.FULL, loads=load
+    )
     how = "the script ended"
     try:
         with contextlib.suppress(_Stopped):
@@ -167,28 +167,24 @@ def _run(
 ) -> int:
     """Run a script as ``__main__``, with libraries changed."""
     path = os.path.abspath(script)
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    try:
-        source = loader.get_data(path)
-    except OSError as error:
-        raise InputError(
-            f"cannot read the script {path!r}: {error.strerror}"
-        ) from error
-    main = types.ModuleType("__main__")
-    vars(main).update(
-        __file__=path, __loader__=loader, __builtins__=builtins, __cached__=None
-    )
-    with _process_of(main, [script, *(arguments or [])]):
+    if not os.path.isfile(path):
+        raise InputError(f"cannot read the script {path!r}")
+    folder = os.path.dirname(os.path.realpath(path))
+    argv = [script, *(arguments or [])]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "path", [folder, *sys.path[1:]]),
+    ):
         try:
             with changed:
-                exec(loader.source_to_code(source, path), vars(main))
+                runpy.run_path(path, run_name="__main__")
         except (SystemExit, _Stopped):
             raise
         except BaseException as error:
             # As for a script: no frame above it is shown, and none at all where it
             # cannot be compiled.
             trace = error.__traceback__
-            while trace is not None and trace.tb_frame.f_globals is not vars(main):
+            while trace is not None and trace.tb_frame.f_code.co_filename != path:
                 trace = trace.tb_next
             sys.excepthook(type(error), error.with_traceback(trace), trace)
             return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_NO
@@ -196,24 +192,10 @@ def _run(
 
 
 @contextlib.contextmanager
-def _process_of(main: types.ModuleType, argv: list[str]) -> Iterator[None]:
-    """Let the process be that of a script: its module, its arguments, and its folder first on the path."""
-    before = sys.modules["__main__"], sys.argv, sys.path.copy()
-    try:
-        sys.modules["__main__"], sys.argv = main, argv
-        # then no script's folder is there
-        if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-            sys.path[:1] = [os.path.dirname(os.path.realpath(str(main.__file__)))]
-        yield
-    finally:
-        sys.modules["__main__"], sys.argv, sys.path[:] = before
-
-
-@contextlib.contextmanager
-def _patched_when_imported(precision: str, not_called: str) -> Iterator[None]:
+def _patched_when_imported(precision: Precision | None) -> Iterator[None]:
     """Patch PEFT once it is imported, and not before: a script may set what torch and others read at their import.
 
-    What is told of a script that never called PEFT's function is printed in the end.
+    A script for which a precision was asked for, and that never called PEFT's function, is told so in the end.
     """
     was_called = False
     with contextlib.ExitStack() as stack:
@@ -229,7 +211,7 @@ def _patched_when_imported(precision: str, not_called: str) -> Iterator[None]:
                 was_called = True
                 return prepare(*args)
 
-            stack.enter_context(patched(precision))
+            stack.enter_context(patched(precision or Precision.FULL))
             stack.enter_context(
                 mock.patch.object(PeftPreparedModel, "apply_on_top", noting)
             )
@@ -238,5 +220,5 @@ def _patched_when_imported(precision: str, not_called: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if not_called and not was_called:
-                print(not_called, file=sys.stderr)
+            if precision and not was_called:
+                say(_NOT_CALLED)

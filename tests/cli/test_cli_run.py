@@ -30,9 +30,9 @@ main = sys.modules["__main__"]
 assert pickle.loads(pickle.dumps(Made())).__class__ is main.Made is Made
 assert "annotations" in globals()
 print(json.dumps({
-    "argv": sys.argv, "path": sys.path, "names": sorted({*globals()} - {"__annotations__"}),
+    "argv": sys.argv[1:], "path": sys.path, "names": sorted({*globals()} - {"__annotations__"}),
     "is main": vars(main) is globals(),
-    "own": [str(globals()[name]) for name in ("__name__", "__file__", "__package__", "__spec__", "__builtins__")],
+    "own": [str(globals()[name]) for name in ("__name__", "__file__", "__spec__")],
     "source": inspect.getsource(Made), "beside": beside.__file__, "heavy": sorted({"torch", "peft"} & {*sys.modules}),
     "for a child": multiprocessing.spawn.get_preparation_data("child").get("init_main_from_path"),
 }))
@@ -66,7 +66,7 @@ def test_a_script_finds_what_it_would_find_without(tmp_path: Path) -> None:
     assert expected[0] == 0, expected
     status, out, err = run("-m", "kbitwrap", "run", "--precision", "norms", *arguments, folder=tmp_path)
     assert (status, out) == expected[:2]
-    assert re.fullmatch(r"kbitwrap: in this process link.py never called PEFT's .*, so --precision norms .*\n", err)
+    assert re.fullmatch(r"kbitwrap: the script never called PEFT's .*, so --precision changed nothing.*\n", err)
     assert run("-m", "kbitwrap", "run", *arguments, folder=tmp_path) == expected
 
 
