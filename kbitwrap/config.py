@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -124,6 +123,23 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
+_YES_OR_NO = (
+    "freeze",
+    "gradient_checkpointing",
+    "audit",
+    "keep_originals",
+    "empty_cache",
+    "progress",
+)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": tuple(precision.value for precision in Precision),
+    "input_require_grads": (None, True, False),
+    "head": (None, "float32"),
+    "adapter_dtype": (None, "float32", "bfloat16"),
+    **dict.fromkeys(_YES_OR_NO, (True, False)),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
     """The settings of one preparation. Every field is also a keyword of ``KbitPreparedModel`` and ``build_plan``.
@@ -196,63 +212,47 @@ class PrepareConfig:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        precisions = ", ".join(repr(precision.value) for precision in Precision)
-        hooks = self.input_require_grads
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            # 1 and 0 are equal to True and False
+            if value not in choices or type(value) is int:
+                expected = f"one of {', '.join(map(repr, choices))}"
+                raise ConfigError(f"{name}: expected {expected}, found {value!r}")
+
         chunk = self.head_chunk_bytes
+        if chunk is not None and (type(chunk) is not int or chunk <= 0):  # no bool
+            raise ConfigError(
+                f"head_chunk_bytes: expected None or a positive number of bytes, found {chunk!r}"
+            )
+
         kwargs = self.gradient_checkpointing_kwargs
-        norms = self.norm_modules
+        if not isinstance(kwargs, Mapping) or not all(
+            isinstance(key, str) for key in kwargs
+        ):
+            raise ConfigError(
+                "gradient_checkpointing_kwargs: expected a mapping of keyword arguments of "
+                f"torch.utils.checkpoint.checkpoint, found {kwargs!r}"
+            )
+
+        norms: Any = self.norm_modules
         if isinstance(norms, (type, str)):
             norms = (norms,)
-
-        expected = {
-            "precision": (
-                self.precision in list(Precision),
-                f"one of {precisions}",
-            ),
-            "input_require_grads": (
-                hooks is None or isinstance(hooks, bool),
-                "None, True or False",
-            ),
-            "head": (self.head in (None, "float32"), "None or 'float32'"),
-            "adapter_dtype": (
-                self.adapter_dtype in (None, "float32", "bfloat16"),
-                "None, 'float32' or 'bfloat16'",
-            ),
-            "head_chunk_bytes": (
-                chunk is None or (type(chunk) is int and chunk > 0),  # no bool
-                "None or a positive number of bytes",
-            ),
-            "gradient_checkpointing_kwargs": (
-                isinstance(kwargs, Mapping)
-                and all(isinstance(key, str) for key in kwargs),
-                "a mapping of keyword arguments of torch.utils.checkpoint.checkpoint",
-            ),
-            "norm_modules": (
-                isinstance(norms, (tuple, list))
-                and all(isinstance(norm, (type, str)) for norm in norms),
-                "a tuple of classes or class-name patterns",
-            ),
-        }
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            is_valid, wanted = expected.get(setting.name, (True, ""))
-            if setting.type == "bool":
-                is_valid, wanted = isinstance(value, bool), "True or False"
-            if not is_valid:
-                raise ConfigError(f"{setting.name}: expected {wanted}, found {value!r}")
-
+        if not isinstance(norms, (tuple, list)) or not all(
+            isinstance(norm, (type, str)) for norm in norms
+        ):
+            raise ConfigError(
+                f"norm_modules: expected a tuple of classes or class-name patterns, found {norms!r}"
+            )
         for pattern in norms:
-            if not isinstance(pattern, str):
-                continue
             try:
-                re.compile(pattern)
+                re.compile(pattern if isinstance(pattern, str) else "")
             except (re.error, OverflowError, RecursionError) as error:
                 raise ConfigError(
                     f"norm_modules: {pattern!r:.80} is not a regular expression: {error}"
                 ) from error
+
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
-
         object.__setattr__(self, "precision", Precision(self.precision))
         object.__setattr__(self, "gradient_checkpointing_kwargs", dict(kwargs))
         object.__setattr__(self, "norm_modules", tuple(norms))
@@ -284,9 +284,9 @@ class PrepareConfig:
                 "give single settings as keywords, such as precision='norms'"
             )
         names = [f.name for f in dataclasses.fields(cls)]
-        for name in [one for one in fields if one not in names]:
-            hint = f"the fields are {', '.join(names)}"
-            for close in difflib.get_close_matches(name, names, n=1):
-                hint = f"did you mean {close!r}?"
-            raise ConfigError(f"unknown field {name!r}; {hint}")
+        for name in fields:
+            if name not in names:
+                raise ConfigError(
+                    f"unknown field {name!r}; the fields are {', '.join(names)}"
+                )
         return dataclasses.replace(config or cls(), **fields)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from .errors import Different
 
@@ -162,19 +162,21 @@ class Differences(Report):
     unexpected: tuple[str, ...] = ()
 
     _empty = "no difference"
-    _whole = ""
-    _text: ClassVar[Any] = staticmethod(shown)  # how a line shows a value
 
     def __bool__(self) -> bool:
         return bool(self.different or self.missing or self.unexpected)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the differences as plain values, ready for JSON; other values are written as text."""
+        return json.loads(json.dumps(vars(self), default=str))  # type: ignore[no-any-return]
 
     def lines(self) -> list[str]:
         """Write the differences as text, one line each."""
         lines = []
         for fqn, rows in self.different.items():
-            where = f"{fqn}: " if fqn else self._whole
+            where = f"{fqn}: " if fqn else ""
             for what, (expected, found) in rows.items():
-                told = f"expected {self._text(expected)}, found {self._text(found)}"
+                told = f"expected {shown(expected)}, found {shown(found)}"
                 lines.append(f"{where}{what}: {told}")
 
         lines += [f"{fqn}: missing" for fqn in self.missing]
@@ -207,20 +209,11 @@ class StateDiff(Differences):
     """
 
     _empty = "as preparation left it"
-    _whole = "the model: "
-    _text = staticmethod(str)
 
     @property
     def differences(self) -> Different:
         """``{fqn: {what: (expected, found)}}``."""
         return self.different
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
-        found: dict[str, Any] = {}
-        for fqn, rows in self.different.items():
-            found[fqn] = {what: [*map(str, pair)] for what, pair in rows.items()}
-        return found
 
 
 @dataclass(frozen=True)
@@ -338,11 +331,6 @@ class ExportReport(Report):
         return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, {shown(str(self.path))}"
 
     def __str__(self) -> str:
-        # codes are rounded at random
-        tensors = self.tensors.values()
-        has_codes = any(tensor.bits <= 8 for tensor in tensors)
-        random = " (random: it cancels in a layer's sums)" if has_codes else ""
-        num_clipped = sum(tensor.num_clipped for tensor in tensors)
         parts = [
             f"{self.num_tensors} tensors",
             f"{self.num_bytes:,} bytes",
@@ -350,13 +338,9 @@ class ExportReport(Report):
         ]
         if self.converted:
             parts.append(f"{len(self.converted)} converted")
-        if self.saved_bytes:
-            parts.append(f"{self.saved_bytes:,} bytes saved")
         if self.is_merge:
             parts.append(f"{len(self.merged)} layers merged")
         if self.kept is not None:
             parts.append(f"{self.kept:.1%} of the delta kept")
-            parts.append(f"error {self.error:.1%} of its length{random}")
-        if num_clipped:
-            parts.append(f"{num_clipped:,} weights beyond the range of their codes")
+            parts.append(f"error {self.error:.1%} of its length")
         return f"{self.path}: {', '.join(parts)}"

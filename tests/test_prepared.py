@@ -239,7 +239,7 @@ class TestBadInput:
         model = zoo.load("llama")
         with pytest.raises(ConfigError, match="'norms'"):
             KbitPreparedModel(model, precision="half")
-        with pytest.raises(ConfigError, match="did you mean 'precision'"):
+        with pytest.raises(ConfigError, match="the fields are precision, "):
             KbitPreparedModel(model, precison="full")
 
     @pytest.mark.parametrize("name", ["ctrl", "convnext"])

@@ -298,6 +298,7 @@ def _plan_preparation(
         "loaded_bytes": sum(row["bytes"] for row in full.by_role.values()),
         "peft": peft,
         "fits": {name: fits[name] for name in ours},
+        "fitting": [name for name in fits if fits[name]],
         "plans": ours,
     }
 
