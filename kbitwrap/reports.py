@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -33,14 +34,9 @@ def shown(value: Any) -> str:
     return _repr.repr(value)
 
 
-def first_sentence(error: BaseException) -> str:
-    """Return the first line of an error's message, continued while it ends with a colon; ``""`` without one."""
-    said = ""
-    for line in str(error).splitlines():
-        said = f"{said} {line.strip()}".strip()
-        if said and not said.endswith(":"):
-            break
-    return said
+def in_one_line(error: BaseException) -> str:
+    """Write an error's message in one line, and no more of it than a screen."""
+    return textwrap.shorten(str(error), 1000, placeholder=" ...")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..export.adapters import parameter_name
 from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
-from ..reports import caller_level, first_of, first_sentence, shown
+from ..reports import caller_level, first_of, in_one_line, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
 _RANKS = ("r", "init_r", "num_virtual_tokens")
@@ -244,7 +244,7 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
             if older:
                 raise ConfigError(f"{older}{_UNCONVERTED}") from error
-            said = first_sentence(error).removesuffix(".")
+            said = in_one_line(error).removesuffix(".")
             raise ConfigError(
                 f"{saved.name} does not fit the base: {said}; give the base that was trained on, if this is another"
             ) from error

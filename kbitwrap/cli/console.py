@@ -17,7 +17,7 @@ from rich.status import Status
 from rich.text import Text
 
 from .. import KbitWrapError, ManifestMismatchError
-from ..reports import first_sentence
+from ..reports import in_one_line
 
 EXIT_DONE = 0
 EXIT_NO = 1
@@ -123,16 +123,9 @@ class Doing(Status):
     """
 
     def __init__(self, what: str) -> None:
-        console = Console(stderr=True)
-        # Older versions of Rich print an empty line where none was shown.
-        console.quiet = not console.is_terminal
-        super().__init__(Text(what), console=console)
+        super().__init__(Text(what), console=Console(stderr=True))
         self._what = what
         self._num_bytes = 0
-
-    def __enter__(self) -> Doing:
-        self.start()
-        return self
 
     def now(self, what: str) -> None:
         """Say what is being done now."""
@@ -185,7 +178,8 @@ def working(what: str, trust_remote_code: bool = False) -> Iterator[Doing]:
     if trust_remote_code:
         say("--trust-remote-code: code that the model brings along is run")
     try:
-        with Doing(what) as doing, quiet_libraries():
+        doing = Doing(what)
+        with doing, quiet_libraries():
             yield doing
     except ManifestMismatchError:
         raise
@@ -225,7 +219,7 @@ def checked_device(name: str | None) -> str | None:
 
 def first_line(error: BaseException) -> str:
     """Write an error of the library in one line, with options in place of arguments."""
-    return with_options(first_sentence(error)) or type(error).__name__
+    return with_options(in_one_line(error)) or type(error).__name__
 
 
 def with_options(text: str) -> str:

@@ -76,7 +76,8 @@ def command(
     """Run the demonstration and print what was measured. 0 if every answer is yes, else 1."""
     if not json_:
         print(_TITLE, flush=True)
-    with Doing("measuring") as doing, quiet_libraries(), warnings.catch_warnings():
+    doing = Doing("measuring")
+    with doing, quiet_libraries(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, on what is done here on purpose
         with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
             result = run(seed, Path(folder), doing)

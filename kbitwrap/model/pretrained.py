@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..errors import ConfigError
-from ..reports import first_sentence, shown
+from ..reports import in_one_line, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from .bitsandbytes_layers import make_pending
 from .quantization import is_quantized_layer, is_quantized_parameter
@@ -322,7 +322,7 @@ def _refuse_countless(config: Mapping[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_sentence(error)}".removesuffix(": ")
+    return f"{type(error).__name__}: {in_one_line(error)}".removesuffix(": ")
 
 
 def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:

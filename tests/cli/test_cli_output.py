@@ -141,8 +141,8 @@ def test_color_is_for_terminals(no_color: bool) -> None:
 
 PROGRESS = (
     "import time\nfrom kbitwrap.cli.console import Doing\n"
-    "with Doing('planning [b]m[/b]') as doing:\n    time.sleep(0.3); doing.now('merging'); doing.written(5 << 20)\n"
-    "    time.sleep(0.3)\n"
+    "doing = Doing('planning [b]m[/b]')\nwith doing:\n"
+    "    time.sleep(0.3); doing.now('merging'); doing.written(5 << 20); time.sleep(0.3)\n"
 )
 
 
@@ -151,7 +151,8 @@ def test_a_line_of_progress_is_for_terminals(capsys: pytest.CaptureFixture[str])
     out = on_terminal(PROGRESS)
     assert "planning [b]m[/b]" in out
     assert "merging: 5 MiB written" in out
-    with Doing("planning") as doing:
+    doing = Doing("planning")
+    with doing:
         doing.now("more")
         doing.written(3)
     assert capsys.readouterr() == ("", "")
