@@ -14,7 +14,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -46,11 +46,7 @@ _GONE = {
 def _print_version(is_asked: bool) -> None:
     """Look the version up only when it is asked for."""
     if is_asked:
-        try:
-            found = version("kbitwrap")
-        except PackageNotFoundError:
-            found = "(not installed, run from its source)"
-        print(f"{PROGRAM} {found}")
+        print(f"{PROGRAM} {version(PROGRAM)}")
         raise typer.Exit
 
 

@@ -60,7 +60,6 @@ HELP = (
     "input."
 )
 PEFT = "peft"
-_OF_STEPS = (PEFT, "unprepared")
 _BESIDE = (
     "This is the cost of preparing alone; --step shows what a training step takes. Beside it stand {} of samples, by "
     "which kbitwrap tells whether training changed a parameter. PEFT's function leaves {} in the allocator's cache "
@@ -215,7 +214,6 @@ def command(
         "devices": devices,
     }
     found = given(budget=budget, device_memory=device_memory, **of_steps)
-    found += [f"--precision {way}" for way in _OF_STEPS if way in (precision or ())]
     if found and not step:
         raise InputError(
             f"{found[0]} applies to training steps only: add --step. The budget of preparing alone is --memory-budget"

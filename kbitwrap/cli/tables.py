@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-Rows = list[list[str]]
-"""The cells of the rows, the header first."""
-
 
 def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> Table:
     """Lay rows out in columns, a rule under the first row.

@@ -150,9 +150,7 @@ def expect_one_at_most(**options: object) -> None:
     """
     found = given(**options)
     if len(found) > 1:
-        raise InputError(
-            f"expected at most one of {', '.join(given(**dict.fromkeys(options, True)))}, found {' and '.join(found)}"
-        )
+        raise InputError(f"expected at most one of {', '.join(found)}")
 
 
 def with_option_repeated(

@@ -171,7 +171,7 @@ def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[st
         (["--trainer", "trainer", "--optimizer", "lomo"], "--optimizer: 'lomo' is not predicted: "),
         (["--trainer", "sgd"], "Invalid value for '--trainer': 'sgd' is not one of 'sft', 'dpo', 'grpo', 'reward', "),
         (["--devices", "2"], "--engine and --devices are given together"),
-        (["--budget", "1GiB", "--device-memory", "1GiB"], "expected at most one of --budget, --device-memory, found "),
+        (["--budget", "1GiB", "--device-memory", "1GiB"], "expected at most one of --budget, --device-memory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
