@@ -115,19 +115,13 @@ def command(
     stopping = instead_of_training(
         stop, precision=precision or Precision.FULL, loads=load
     )
-    how = "the script ended"
-    try:
-        with contextlib.suppress(_Stopped):
-            status = _run(script, arguments, stopping)
-            if status == EXIT_INTERRUPTED:
-                return status
-            if status:
-                how = "the script raised"
-    except SystemExit as left:
-        how = f"the script ended with status {left.code!r}"
+    with contextlib.suppress(_Stopped, SystemExit):
+        if _run(script, arguments, stopping) == EXIT_INTERRUPTED:
+            return EXIT_INTERRUPTED
     if not trainers:
-        why = "" if load else "; models were built without weights, which --load loads"
-        raise InputError(f"{how} before a trainer's train(){why}")
+        raise InputError(
+            "the script ended before a trainer's train(); its models have weights only with --load"
+        )
     return _tell_step(*trainers[0], budget, device_memory)
 
 
