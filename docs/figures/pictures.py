@@ -114,7 +114,7 @@ def measure(shape: dict[str, Any]) -> dict[str, Any]:
             prepared.restore()
         ways[way] = {
             "bytes_over_time": points,
-            "left": differences(loaded, base_state(modules)),
+            "left": {**dict.fromkeys(LEFT.values(), 0), **differences(loaded, base_state(modules))},
             "left_bytes": held_bytes(model.parameters()) - loaded_bytes,
         }
         del model, modules, parameters, loaded, prepared, peft_model

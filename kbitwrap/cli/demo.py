@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -231,7 +232,7 @@ def _measure_side(way: str, folder: Path, blocks: Tensor) -> Result:
         prepared.adopt(adapted)
     batches = blocks.split(_BATCH_SIZE)[: _STEPS if way == NORMS else 2]
     numbers, step_bytes = _train(adapted, batches)
-    suspended = {}
+    suspended: Counter[str] = Counter()
     if prepared is not None:
         with prepared.suspended():
             suspended = differences(loaded, base_state(modules))
@@ -324,7 +325,7 @@ def _log_probabilities(model: Any, rows: Tensor) -> Tensor:
     return torch.log_softmax(logits.double(), dim=-1).flatten(0, 1)
 
 
-def base_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+def base_state(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
     """Describe a base by torch alone, so that kbitwrap does not vouch for itself.
 
     Args:
@@ -332,41 +333,41 @@ def base_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
             wraps them, and leaves them the same objects.
 
     Returns:
-        ``{aspect: {fqn: value}}``. Parameters are told apart by their addresses: they
+        ``{(aspect, fqn): value}``. Parameters are told apart by their addresses: they
         have to live until the next description.
     """
     import torch
 
-    aspects = "bytes", "dtypes", "requires_grad", "parameters", "hooks", "attributes"
-    state: dict[str, dict[str, Any]] = {aspect: {} for aspect in aspects}
+    state: dict[tuple[str, str], Any] = {}
     for prefix, module in modules.items():
-        parameters = dict(module.named_parameters(recurse=False))
-        for name, parameter in parameters.items():
-            fqn = f"{prefix}.{name}"
-            state["dtypes"][fqn] = parameter.dtype
-            state["requires_grad"][fqn] = parameter.requires_grad
-            state["parameters"][fqn] = id(parameter)
-        tensors = {**parameters, **dict(module.named_buffers(recurse=False))}
+        fields = vars(module)
+        state["hooks", prefix] = [[*fields[name].values()] for name in _HOOKS]
+        state["attributes", prefix] = [fields.get(name) for name in _ATTRIBUTES]
+        tensors: dict[str, Tensor] = dict(module.named_buffers(prefix, recurse=False))
+        for fqn, parameter in module.named_parameters(prefix, recurse=False):
+            tensors[fqn] = parameter
+            state["dtypes", fqn] = parameter.dtype
+            state["requires_grad", fqn] = parameter.requires_grad
+            state["parameters", fqn] = id(parameter)
         if not list(module.children()):
-            tensors |= module.state_dict()  # all of a quantized layer
-        for name, tensor in tensors.items():
+            tensors |= module.state_dict(
+                prefix=f"{prefix}."
+            )  # all of a quantized layer
+        for fqn, tensor in tensors.items():
             bits = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
             digest = hashlib.sha256(bits.numpy().data).hexdigest()
-            state["bytes"][f"{prefix}.{name}"] = tensor.dtype, tensor.shape, digest
-        state["hooks"][prefix] = [[*vars(module)[name].values()] for name in _HOOKS]
-        state["attributes"][prefix] = [vars(module).get(name) for name in _ATTRIBUTES]
+            state["bytes", fqn] = tensor.dtype, tensor.shape, digest
     return state
 
 
 def differences(
-    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
-) -> dict[str, int]:
+    before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]
+) -> Counter[str]:
     """Count what differs between two states, by aspect."""
-    counts = {}
-    for aspect, values in before.items():
-        others = after[aspect]
-        names = values.keys() | others.keys()
-        counts[aspect] = sum(values.get(name) != others.get(name) for name in names)
+    counts: Counter[str] = Counter()
+    for key in before.keys() | after.keys():
+        if before.get(key) != after.get(key):
+            counts[key[0]] += 1
     return counts
 
 
