@@ -259,9 +259,7 @@ class ShardingReport(Report):
             for note in outcome.notes:
                 noted.setdefault(note, []).append(name)
 
-        said = f"engine {self.engine!r}"
-        if self.param_dtype is not None:
-            said += f", param_dtype {self.param_dtype}"
+        said = f"engine {self.engine!r}, param_dtype {self.param_dtype}"
         notes = [f"{', '.join(names)}: {note}" for note, names in noted.items()]
         return "\n".join([said, table(rows), *notes])
 

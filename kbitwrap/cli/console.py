@@ -76,12 +76,11 @@ def show(*parts: RenderableType) -> None:
         highlight=False,
     )
     with console.capture() as captured:
-        for number, part in enumerate(parts):
-            if number:
-                console.print()
+        for part in parts:
             console.print(part, overflow="fold")
+            console.print()
     # Rich has a status of its own for a closed pipe.
-    for line in captured.get().splitlines():
+    for line in captured.get().rstrip().splitlines():
         print(line.rstrip())
 
 

@@ -27,7 +27,6 @@ from .usage import (
     Out,
     Overwrite,
     expect_one_at_most,
-    path,
 )
 
 SUMMARY = (
@@ -49,7 +48,6 @@ def command(
         typer.Option(
             "--from",
             metavar="SRC",
-            parser=path,
             help="A folder with safetensors files or pytorch_model.bin, or one such file.",
         ),
     ],
@@ -59,7 +57,6 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            parser=path,
             help="Take the original dtypes from this manifest.",
         ),
     ] = None,
@@ -67,7 +64,6 @@ def command(
         Path | None,
         typer.Option(
             metavar="REFERENCE",
-            parser=path,
             help="... from this checkpoint of the original model, or from its config.json.",
         ),
     ] = None,

@@ -34,7 +34,6 @@ from .usage import (
     QuantInTraining,
     TrustRemoteCode,
     given,
-    path,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ def command(
         Path,
         typer.Argument(
             metavar="PATH",
-            parser=path,
             help="The folder, a file of weights, or a manifest.",
         ),
     ],
@@ -86,7 +84,6 @@ def command(
         Path | None,
         typer.Option(
             metavar="ADAPTER",
-            parser=path,
             help="The folder of the adapter that was merged: how much of it PATH holds.",
         ),
     ] = None,
@@ -219,10 +216,10 @@ def _contents(checkpoint: CheckpointReport) -> list[RenderableType]:
 
 def _conversion(checkpoint: CheckpointReport) -> str:
     """Write the command that gives a checkpoint its dtypes back."""
-    convert = f"kbitwrap convert --from {shlex.quote(str(checkpoint.path))} --out DST"
-    if checkpoint.half_dtype is None:
-        return f"{convert} --like ORIGINAL"
-    return f"{convert} --dtype {checkpoint.half_dtype}"
+    half = checkpoint.half_dtype
+    dtypes = f"--dtype {half}" if half else "--like ORIGINAL"
+    source = shlex.quote(str(checkpoint.path))
+    return f"kbitwrap convert --from {source} --out DST {dtypes}"
 
 
 def _leftovers(checkpoint: CheckpointReport, command: str) -> list[RenderableType]:

@@ -28,7 +28,6 @@ from .usage import (
     Overwrite,
     QuantInTraining,
     TrustRemoteCode,
-    path,
 )
 
 SUMMARY = "Merge a saved adapter into the base that it was trained on."
@@ -82,7 +81,6 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            parser=path,
             help="The manifest of the run; kbitwrap.json in ADAPTER, if left out.",
         ),
     ] = None,

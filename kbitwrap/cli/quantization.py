@@ -44,6 +44,8 @@ def choose_quantization(
     Raises:
         InputError: The model is quantized already, otherwise than asked for.
     """
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
     from ..checkpoints.base_quantization import own_quantization
     from ..model.quantization import bitsandbytes_config
 
@@ -54,26 +56,12 @@ def choose_quantization(
     method = str(own.get("quant_method", _BITSANDBYTES))
     if quant is None or (method == _BITSANDBYTES and quant != "none"):
         return method, None
-    dequantizing = _dequantizing(own)
-    instead = ""
-    if dequantizing is not None:
-        if quant == "none":
-            return "none", dequantizing
-        instead = ", or give --quant none for its dequantized weights"
-    raise InputError(
-        f"--quant {quant}: {name!r} is quantized already, by {method}: leave --quant out{instead}"
-    )
-
-
-def _dequantizing(own: dict[str, Any]) -> Any:
-    """Make the config by which weights are dequantized when they are loaded; ``None`` where transformers does not."""
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    try:
+    if quant == "none":
         settings = AutoQuantizationConfig.from_dict(dict(own))
-    except Exception:  # whatever the config of a method raises that is damaged, not known, or not installed
-        return None
-    if not hasattr(settings, "dequantize"):
-        return None
-    settings.dequantize = True
-    return settings
+        if hasattr(settings, "dequantize"):
+            settings.dequantize = True
+            return "none", settings
+    raise InputError(
+        f"--quant {quant}: {name!r} is quantized already, by {method}: leave --quant out, or give --quant none for "
+        "its dequantized weights, where transformers can dequantize them"
+    )

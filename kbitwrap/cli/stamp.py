@@ -25,7 +25,6 @@ from .usage import (
     Json,
     QuantInTraining,
     TrustRemoteCode,
-    path,
 )
 
 SUMMARY = "Write the manifest of a run that was made without kbitwrap."
@@ -42,9 +41,7 @@ HELP = (
 def command(
     adapter: Annotated[
         Path,
-        typer.Argument(
-            metavar="ADAPTER", parser=path, help="The folder of a saved adapter."
-        ),
+        typer.Argument(metavar="ADAPTER", help="The folder of a saved adapter."),
     ],
     base: BaseInTraining = None,
     quant: QuantInTraining = None,

@@ -35,13 +35,6 @@ def num_bytes(text: str | int) -> int:
     return value
 
 
-def path(text: str) -> Path:
-    """Parse a path. An option in its place, or nothing, which is the working directory, was hardly meant."""
-    if not text or text.startswith("--"):
-        raise typer.BadParameter(f"expected a path, found {text!r}")
-    return Path(text)
-
-
 QuantInTraining = Annotated[
     QuantKind | None,
     typer.Option(
@@ -83,9 +76,7 @@ MaxShardSize = Annotated[
         "SRC.",
     ),
 ]
-Out = Annotated[
-    Path, typer.Option(metavar="DST", parser=path, help="The folder to make.")
-]
+Out = Annotated[Path, typer.Option(metavar="DST", help="The folder to make.")]
 Overwrite = Annotated[
     bool,
     typer.Option(

@@ -48,7 +48,7 @@ def check_sharding(
         ...     torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)
         ... ).bfloat16()
         >>> print(check_sharding(model, "fsdp2"))
-        engine 'fsdp2'
+        engine 'fsdp2', param_dtype None
         precision  trains  restore, suspended  export, manifest
         full          yes                  no               yes
         compute       yes                  no               yes
