@@ -244,8 +244,10 @@ class PrepareConfig:
                 f"norm_modules: expected a tuple of classes or class-name patterns, found {norms!r}"
             )
         for pattern in norms:
+            if isinstance(pattern, type):
+                continue
             try:
-                re.compile(pattern if isinstance(pattern, str) else "")
+                re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise ConfigError(
                     f"norm_modules: {pattern!r:.80} is not a regular expression: {error}"
