@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -36,8 +36,6 @@ _OPTIONS = {
     r"merge_as='quantized'": "--as quantized",
     r"\bmerge_as: ": "--as: ",
     r"\bmax_shard_size: ": "--max-shard-size: ",
-    r"\(overwrite=True, --overwrite\)": "(--overwrite)",
-    r"trust_remote_code=True \(--trust-remote-code\)": "--trust-remote-code",
     r"\(quantization_config\)": "(--quant)",
     r"\(quantization_config; False for none\)": f"(--quant; 'none' for none). {QUANT_BY_CONFIG}",
     r"quantization_config=\w+\(dequantize=True\)": "--quant none",
@@ -84,13 +82,18 @@ def show(*parts: RenderableType) -> None:
         print(line.rstrip())
 
 
-def show_json(result: Result) -> None:
-    """Print what was found as one JSON object.
+def show_result(result: Result, parts: Sequence[RenderableType], as_json: bool) -> None:
+    """Print what was found as one JSON object, or as texts and tables.
 
     Args:
         result: Plain values; others are written as text.
+        parts: The texts and tables, as for `show`.
+        as_json: Print the first.
     """
-    print(json.dumps(result, indent=2, default=str))
+    if as_json:
+        print(json.dumps(result, indent=2, default=str))
+    else:
+        show(*parts)
 
 
 def each_once(what: str, results: Mapping[str, Result]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +12,9 @@ from .. import ExportReport, ManifestMismatchError
 from .console import (
     EXIT_DONE,
     EXIT_NO,
-    Doing,
     first_line,
     say,
-    show,
-    show_json,
+    show_result,
     working,
 )
 from .usage import (
@@ -99,21 +96,22 @@ def command(
             progress=written,
         )
 
-    return write(convert, working(f"converting {source}"), as_json=json_)
+    return write(convert, f"converting {source}", json_)
 
 
 def write(
     call: Callable[[Callable[[int], None]], ExportReport],
-    working: AbstractContextManager[Doing],
-    *,
+    what: str,
     as_json: bool,
+    trust_remote_code: bool = False,
 ) -> int:
     """Write a checkpoint, and print what was written.
 
     Args:
         call: Writes it, and calls what it is given with each number of bytes written.
-        working: The work around it.
+        what: What is being done, in a few words.
         as_json: Print it as JSON.
+        trust_remote_code: As for `working`.
 
     Returns:
         0 if it was written, 1 if what was read is not what the manifest records.
@@ -123,22 +121,18 @@ def write(
             written.
     """
     try:
-        with working as doing:
+        with working(what, trust_remote_code) as doing:
             report = call(doing.written)
     except ManifestMismatchError as error:
         say(first_line(error))
-        if as_json:
-            result = {
-                "matches": False,
-                "unexpected": error.unexpected,
-                "different": error.different,
-            }
-            show_json(result)
+        result = {
+            "matches": False,
+            "unexpected": error.unexpected,
+            "different": error.different,
+        }
+        show_result(result, [], as_json)
         return EXIT_NO
-    if as_json:
-        show_json(report.to_dict())
-    else:
-        show(str(report))
+    show_result(report.to_dict(), [str(report)], as_json)
     for note in report.notes:
         say(f"note: {note}")
     return EXIT_DONE

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
 from .console import (
     EXIT_DONE,
     EXIT_NO,
     Doing,
     Result,
-    quiet_libraries,
-    show,
-    show_json,
+    show_result,
+    working,
 )
 from .tables import table
 from .usage import Json
@@ -77,15 +77,11 @@ def command(
     """Run the demonstration and print what was measured. 0 if every answer is yes, else 1."""
     if not json_:
         print(_TITLE, flush=True)
-    doing = Doing("measuring")
-    with doing, quiet_libraries(), warnings.catch_warnings():
+    with working("measuring") as doing, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, on what is done here on purpose
         with tempfile.TemporaryDirectory(prefix="kbitwrap-demo-") as folder:
             result = run(seed, Path(folder), doing)
-    if json_:
-        show_json(result)
-    else:
-        _show(result)
+    show_result(result, _tables(result), json_)
     return EXIT_DONE if result["passed"] else EXIT_NO
 
 
@@ -371,8 +367,8 @@ def differences(
     return counts
 
 
-def _show(result: Result) -> None:
-    """Print the tables, the answers, and what comes next."""
+def _tables(result: Result) -> list[RenderableType]:
+    """Lay out what was measured, the answers, and what comes next."""
     rows = [["", "added", "step, predicted", "measured", "left changed"]]
     for way, side in result["sides"].items():
         sizes = [side[key] for key in ("added_bytes", "predicted_bytes", "step_bytes")]
@@ -387,4 +383,4 @@ def _show(result: Result) -> None:
     answers = [["", "answer"]]
     for what, is_so in result["answers"].items():
         answers.append(["yes" if is_so else "no", what])
-    show(table(rows, right=True), table(merges), table(answers), _NEXT)
+    return [table(rows, right=True), table(merges), table(answers), _NEXT]

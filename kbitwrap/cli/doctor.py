@@ -22,8 +22,7 @@ from .console import (
     checked_device,
     printable,
     say,
-    show,
-    show_json,
+    show_result,
     working,
 )
 from .tables import table
@@ -109,10 +108,7 @@ def command(
             from .. import Manifest
 
             record = _record(Manifest.load(path))
-        if json_:
-            show_json(record)
-        else:
-            show(_recorded(record))
+        show_result(record, [_recorded(record)], json_)
         return EXIT_DONE
     if quant is not None and base is None and adapter is None:
         raise InputError(
@@ -168,10 +164,7 @@ def command(
     if manifest is not None:
         result["manifest"] = _record(manifest)
         parts.append(_recorded(result["manifest"]))
-    if json_:
-        show_json(result)
-    else:
-        show(*parts)
+    show_result(result, parts, json_)
     return EXIT_NO if report else EXIT_DONE
 
 

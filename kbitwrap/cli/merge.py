@@ -15,7 +15,6 @@ from .console import (
     InputError,
     checked_device,
     with_options,
-    working,
 )
 from .convert import write
 from .quantization import quantization_in_training
@@ -137,5 +136,4 @@ def command(
         notes = dict.fromkeys([*said, *report.notes])
         return replace(report, notes=tuple(map(with_options, notes)))
 
-    doing = working(f"merging {' and '.join(paths)}", trust_remote_code)
-    return write(merge, doing, as_json=json_)
+    return write(merge, f"merging {' and '.join(paths)}", json_, trust_remote_code)

@@ -17,8 +17,7 @@ from .console import (
     InputError,
     Result,
     each_once,
-    show,
-    show_json,
+    show_result,
     working,
 )
 from .limits import budget_of, verdict
@@ -242,10 +241,7 @@ def command(
         result, parts, fits = _plan_preparation(
             model, ways, memory_budget, quant, dtype, trust_remote_code
         )
-    if json_:
-        show_json(result)
-    else:
-        show(*parts)
+    show_result(result, parts, json_)
     return EXIT_DONE if fits else EXIT_NO
 
 

@@ -14,7 +14,7 @@ from .console import (
     InputError,
     checked_device,
     say,
-    show_json,
+    show_result,
     working,
 )
 from .quantization import quantization_in_training
@@ -81,10 +81,8 @@ def command(
             )
     for one in caught:
         say(f"note: {one.message}")
-    if json_:
-        show_json({"path": str(adapter), "unknown": list(manifest.unknown)})
-        return EXIT_DONE
-    print(f"{adapter}: kbitwrap.json, {len(manifest.rows)} tensors of the base")
-    for what in manifest.unknown:
-        say(f"unknown: {what}")
+    said = f"{adapter}: kbitwrap.json, {len(manifest.rows)} tensors of the base"
+    unknown = [f"unknown: {what}" for what in manifest.unknown]
+    result = {"path": str(adapter), "unknown": list(manifest.unknown)}
+    show_result(result, [said, *unknown], json_)
     return EXIT_DONE

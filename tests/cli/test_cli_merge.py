@@ -146,7 +146,7 @@ def test_what_the_library_warns_of_is_a_note_in_the_words_of_the_command_line(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (".", "exists and is not empty; choose another folder, or replace this one (--overwrite)"),
+        (".", "exists and is not empty; choose another folder, or replace this one (overwrite=True, --overwrite)"),
         ("file", "expected a folder or nothing, found a file; nothing was written"),
         ("file/new", "cannot be written: File exists"),
     ],
