@@ -12,7 +12,7 @@ from torch import nn
 from ..config import QuantKind, StrPath
 from ..errors import ConfigError
 from ..preparation.process import plain_mode
-from . import doctor_base, doctor_merge, doctor_run, doctor_updates
+from . import doctor_base, doctor_merge, doctor_run
 from .doctor_report import Checks, DoctorReport, Examination, Finding
 from .doctor_subjects import (
     Adapter,
@@ -34,7 +34,6 @@ _CHECKS: Mapping[type, Checks] = {
         "newest checkpoint": doctor_run.newest_checkpoint,
         "files": doctor_run.files,
         "optimizer": doctor_run.optimizer,
-        "lost updates": doctor_updates.lost_updates,
         "trainer state": doctor_run.trainer_state,
         "tokenizer": doctor_run.tokenizer,
         "lora_B": doctor_run.lora_b,

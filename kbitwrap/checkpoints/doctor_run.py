@@ -17,7 +17,6 @@ from ..tensors.lazy import materialize
 from .adapters import vocabulary_layers
 from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import (
-    OPTIMIZER_NAME,
     Adapter,
     Folder,
     Subject,
@@ -25,8 +24,9 @@ from .doctor_subjects import (
     is_numbered,
     numbered_folders,
 )
-from .reader import read_json, recorded_shapes
+from .reader import load_pickled, read_json, recorded_shapes
 
+_OPTIMIZER_NAME = "optimizer.pt"
 _STATE_NAME = "trainer_state.json"
 # What LoRA initializes with zeros, so that it adds nothing before the first step.
 _ZERO_AT_FIRST = re.compile(r"\.lora_(?:B\.|embedding_A)")
@@ -124,7 +124,7 @@ def adapter_dtypes(adapter: Adapter) -> Finding | None:
     if not in_training and names != "float32":
         return not_measured(
             "the dtype in which the adapter was trained",
-            f"it is saved in {names}, and neither kbitwrap.json nor {OPTIMIZER_NAME} tells",
+            f"it is saved in {names}, and no kbitwrap.json tells it",
         )
 
     return fine(names)
@@ -212,32 +212,33 @@ def optimizer(folder: Folder) -> Finding | None:
     generators, and its own state last: where one of these is there without it, it was
     lost.
     """
-    found = folder.optimizer
-    if found is None:
+    path = folder.path / _OPTIMIZER_NAME
+    if not path.is_file():
         return _without_optimizer(folder) if is_numbered(folder.path) else None
 
-    if found.unreadable:
+    try:
+        num_states = len(load_pickled(path)["state"])
+    except (ConfigError, LookupError, TypeError) as error:
+        why = f"{path}: expected the state of an optimizer: {error}"
         try:
             # what ``torch.save`` writes last is there: the file is whole
-            is_archive = zipfile.is_zipfile(folder.path / OPTIMIZER_NAME)
+            is_archive = zipfile.is_zipfile(path)
         except zipfile.BadZipFile:  # of bytes that say that there are other volumes
             is_archive = False
         if is_archive:
-            return not_measured(_WHAT_WAS_TRAINED, found.unreadable)
-        return _interrupted(folder, found.unreadable)
+            return not_measured(_WHAT_WAS_TRAINED, why)
+        return _interrupted(folder, why)
 
     saved = folder.tensors_of_adapters()
     # what computes prompts is not saved
     is_prompt = any(name.startswith("prompt_") for name, _ in saved)
-    counts = f"{found.num_states} states, {len(saved)} saved tensors"
-    if not saved or is_prompt or found.num_states <= len(saved):
+    counts = f"{num_states} states, {len(saved)} saved tensors"
+    if not saved or is_prompt or num_states <= len(saved):
         return fine(counts)
 
-    trained = {tuple(moment.shape) for moment in found.moments}
-    unsaved = trained.difference(tuple(tensor.shape) for _, tensor in saved)
     return fault(
         "the optimizer has a state for parameters that are not the adapter's",
-        f"{counts}; shapes that none of these has: {shown(sorted(unsaved))}",
+        counts,
         "freeze what is not saved, or save it (modules_to_save): what it learned is lost",
     )
 
@@ -252,11 +253,11 @@ def _without_optimizer(folder: Folder) -> Finding:
     if later or _STATE_NAME not in names:
         return _interrupted(
             folder,
-            f"no {OPTIMIZER_NAME}; of what a Trainer saves after it there is {shown(later)}",
+            f"no {_OPTIMIZER_NAME}; of what a Trainer saves after it there is {shown(later)}",
         )
 
     return not_measured(
-        _WHAT_WAS_TRAINED, f"no {OPTIMIZER_NAME}, as save_only_model leaves it out"
+        _WHAT_WAS_TRAINED, f"no {_OPTIMIZER_NAME}, as save_only_model leaves it out"
     )
 
 

@@ -36,7 +36,6 @@ from .reader import (
     adapter_file,
     expect_file_of_weights,
     has_weights,
-    load_pickled,
     open_checkpoint,
     read_json,
     read_tensors,
@@ -44,10 +43,7 @@ from .reader import (
     tied_names,
 )
 
-OPTIMIZER_NAME = "optimizer.pt"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-# an optimizer's state in the shape of its parameter
-_MOMENTS = ("exp_avg", "state1", "momentum_buffer")
 _MAX_STATE_BYTES = 4096  # of a 4-bit weight's statistics, as JSON
 Tensors = Mapping[str, torch.Tensor]
 
@@ -80,23 +76,6 @@ class DoctorOptions(NamedTuple):
     def named_base(self) -> Any:
         """The base, if it is a folder or a name, which can be loaded as it was trained on."""
         return None if isinstance(self.base, nn.Module) else self.base
-
-
-class Optimizer(NamedTuple):
-    """The saved state of an optimizer.
-
-    Attributes:
-        num_states: The number of parameters that have a state.
-        moments: The states that have the shape of their parameter, without values.
-        is_torchs: Whether it is torch's own, whose states have the dtype of the
-            parameter too.
-        unreadable: Why it cannot be read, or ``""``.
-    """
-
-    num_states: int = 0
-    moments: Sequence[torch.Tensor] = ()
-    is_torchs: bool = False
-    unreadable: str = ""
 
 
 class Adapter(NamedTuple):
@@ -185,13 +164,11 @@ class Folder(Subject):
     Attributes:
         path: The path.
         manifest: The manifest of the run, or ``None``.
-        optimizer: The optimizer in it, or ``None``.
         damaged: Why files of adapters and weights cannot be read.
     """
 
     path: Path
     manifest: Manifest | None
-    optimizer: Optimizer | None
     damaged: Sequence[str]
 
 
@@ -260,10 +237,6 @@ def _read_folder(
     path: Path, options: DoctorOptions, manifest: Manifest | None
 ) -> Folder:
     """Read what there is in a folder of a run: headers alone, but for JSON."""
-    optimizer = None
-    if (path / OPTIMIZER_NAME).is_file():
-        optimizer = _read_optimizer(path / OPTIMIZER_NAME)
-
     # that of ``default`` is in the folder itself, others in one of their name in it
     files = {}
     for place in (path, *path.glob("*/")):
@@ -276,11 +249,6 @@ def _read_folder(
         for fqn, record in manifest.adapters.items():
             trained[fqn.rpartition(".")[2]] = frozenset(record.dtypes)
 
-    # torch's own states have the dtypes of the parameters; one of several may be frozen
-    of_states: frozenset[str] = frozenset()
-    if optimizer is not None and optimizer.is_torchs and len(files) == 1:
-        of_states = dtype_names(optimizer.moments)
-
     damaged = []
     adapters = []
     for place, file in files.items():
@@ -291,7 +259,7 @@ def _read_folder(
             damaged.append(str(error))
             continue
         lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
-        dtypes = trained.get(name, of_states)
+        dtypes = trained.get(name, frozenset())
         adapters.append(Adapter(str(place), place, lazy, dtypes))
 
     base = None
@@ -301,28 +269,7 @@ def _read_folder(
     except ConfigError as error:
         damaged.append(str(error))
 
-    return Folder(
-        str(path), options, adapters, base, path, manifest, optimizer, damaged
-    )
-
-
-def _read_optimizer(path: Path) -> Optimizer:
-    """Read a saved optimizer, whose tensors stay unread."""
-    moments = []
-    try:
-        content = load_pickled(path)
-        states = content["state"].values()
-        for state in states:
-            found = [state.get(key) for key in _MOMENTS]
-            moments += [one for one in found if isinstance(one, torch.Tensor)]
-        is_torchs = any("foreach" in group for group in content["param_groups"])
-    except ConfigError as error:
-        return Optimizer(unreadable=str(error))
-    except (AttributeError, LookupError, TypeError) as error:
-        why = f"{path}: expected the state of an optimizer: {error!r}"
-        return Optimizer(unreadable=why)
-
-    return Optimizer(len(states), moments, is_torchs)
+    return Folder(str(path), options, adapters, base, path, manifest, damaged)
 
 
 def _saved_base(path: Path) -> Base:

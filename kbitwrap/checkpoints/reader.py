@@ -445,25 +445,13 @@ def load_pickled(path: Path) -> dict[str, Any]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        return _load(path, mmap=False)
-
-
-def load_values(path: Path) -> dict[str, Any]:
-    """Load a file that ``torch.save`` wrote, whose tensors are read as they are used.
-
-    No code is run. ``ConfigError`` is raised where it holds something else.
-    """
-    return _load(path, mmap=True)
-
-
-def _load(path: Path, *, mmap: bool) -> dict[str, Any]:
     try:
         refuse_special(path)
         with warnings.catch_warnings():
             # on files from an older torch or another device
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            with FakeTensorMode():
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigError(
             f"{path}: expected a file of tensors, found a damaged one or other objects ({type(error).__name__}); "
