@@ -54,7 +54,6 @@ _CHECKS: Mapping[type, Checks] = {
         "dtypes": doctor_base.dtypes,
         "generation config": doctor_base.generation_config,
         "ties": doctor_base.ties,
-        "experts": doctor_base.experts,
         "layers": doctor_base.layers,
     },
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -213,68 +212,39 @@ def ties(base: Base) -> Finding | None:
     return fine("; ".join(" = ".join(names) for names in ties))
 
 
-def experts(base: Base) -> Finding | None:
-    """Check whether the experts of a quantized model are quantized, or named by the skip list.
-
-    transformers leaves the stacks of fused experts in half precision, and says nothing.
-    """
-    matrices = _unquantized(base)
-    if matrices is None:
-        return None
-
-    if any("expert" in key for key in _skip_list(base)):
-        matrices = []
-
-    return _quantized("experts", [fqn for fqn in matrices if _EXPERTS.search(fqn)])
-
-
 def layers(base: Base) -> Finding | None:
-    """Check whether the layers of a quantized model are quantized, or named by the skip list.
+    """Check whether the layers and experts of a quantized model are quantized, or named by the skip list.
 
-    A plain layer of the model is one that loading skips; one of a class that its
-    authors derived is never quantized.
+    transformers leaves the stacks of fused experts in half precision, and layers of a
+    class that a model's authors derived, and says nothing. A plain layer that is not
+    quantized is one that loading skips.
     """
-    matrices = _unquantized(base)
-    if matrices is None:
+    if not base.quantization.is_quantized or not base.quantization.casts:
         return None
 
+    skip_list = base.meta.hf_quantizer.modules_to_not_convert or ()
+    others = unexpected_names(base.meta, base.tensors, is_quantized=True)
+    skipped = [f".{key}." for key in (*skip_list, *others)]
+    are_experts_skipped = any("expert" in key for key in skip_list)
     derived = set()
     for fqn, module in base.meta.named_modules():
         is_torchs = type(module).__module__.startswith("torch.")
         if isinstance(module, nn.Linear) and not is_torchs:
             derived.add(f"{fqn}.weight")
 
-    return _quantized("layers", [fqn for fqn in matrices if fqn in derived])
-
-
-def _unquantized(base: Base) -> list[str] | None:
-    """Return the matrices of the model that are not quantized, nor skipped by name.
-
-    ``None`` where nothing should be quantized.
-    """
-    if not base.quantization.is_quantized or not base.quantization.casts:
-        return None
-
-    others = unexpected_names(base.meta, base.tensors, is_quantized=True)
-    skipped = [f".{key}." for key in (*_skip_list(base), *others)]
-    matrices = []
+    left_out = []
     for fqn, tensor in base.tensors.items():
+        is_expert = _EXPERTS.search(fqn) and not are_experts_skipped
         is_matrix = tensor.is_floating_point() and tensor.dim() > 1
-        if is_matrix and not any(key in f".{fqn}." for key in skipped):
-            matrices.append(fqn)
+        is_skipped = any(key in f".{fqn}." for key in skipped)
+        if is_matrix and (is_expert or fqn in derived) and not is_skipped:
+            left_out.append(fqn)
 
-    return matrices
-
-
-def _skip_list(base: Base) -> Sequence[str]:
-    return base.meta.hf_quantizer.modules_to_not_convert or ()
-
-
-def _quantized(kind: str, left_out: Sequence[str]) -> Finding:
     if left_out:
         return fault(
-            f"{kind} are not quantized",
+            "layers are not quantized",
             shown(left_out),
             "quantize them, or name them in llm_int8_skip_modules",
         )
+
     return fine("none is left out")

@@ -340,20 +340,14 @@ def _embeddings(folder: Folder) -> tuple[str, int] | None:
     name = "embed_tokens.weight"
     shapes: dict[str, Sequence[int]] = {}
     if model is not None:
-        ids: set[int] = set()
-        for layer in vocabulary_layers(model)[:1]:
-            ids.update(map(id, layer.parameters(recurse=False)))
-
-        for fqn, parameter in model.named_parameters():
-            is_table = (
-                parameter.dim() == 2
-            )  # and no kernel that embeds patches of images
-            if id(parameter) in ids and is_table:
-                name = canonical_fqn(fqn)
-                shapes[name] = parameter.shape
-
-        if not shapes:
+        layer = next(iter(vocabulary_layers(model)), None)
+        table = getattr(layer, "weight", None)
+        if table is None or table.dim() != 2:  # a kernel that embeds patches of images
             return None
+        for fqn, parameter in model.named_parameters():
+            if parameter is table:
+                name = canonical_fqn(fqn)
+                shapes[name] = table.shape
 
     if folder.manifest is not None:
         shapes.update(recorded_shapes(folder.manifest))

@@ -34,7 +34,6 @@ DRIFTED = "the base drifted since it was prepared"
 ZERO = "lora_B is zero in every layer"
 NOT_FINITE = "an adapter is not finite"
 DTYPE = "an adapter has another dtype than in training"
-EXPERTS = "experts are not quantized"
 LAYERS = "layers are not quantized"
 SCALES = "scales lie in another order than their 4-bit weights"
 TIED = "tied weights came apart"
@@ -369,7 +368,7 @@ FAULTY: dict[str, tuple[str | tuple[str, ...], Callable[[Path], Any], str, str]]
     "not finite": (NOT_FINITE, diverged, "", "lora_A"),
     "saved in half": (DTYPE, saved_in_half, "checkpoint-3", "lora_A"),
     "saved in half, by its record": (DTYPE, saved_in_half_without_an_optimizer, "checkpoint-3", "lora_A"),
-    "experts": (EXPERTS, saved("mixtral", "nf4"), "", "block_sparse_moe.experts.0.w1.weight"),
+    "experts": (LAYERS, saved("mixtral", "nf4"), "", "block_sparse_moe.experts.0.w1.weight"),
     "layers of a class of its own": (LAYERS, falcon, "", "dense_h_to_4h"),
     "untied": (TIED, untied, "", "lm_head.weight"),
     "untied, live": (TIED, untied_live, "Gemma2ForCausalLM", "lm_head.weight"),

@@ -71,7 +71,7 @@ def test_what_was_looked_at_agrees_with_what_was_found_and_with_what_was_not_mea
 
 def test_the_checks_of_a_checkpoint_with_a_base_are_listed(runs: Path) -> None:
     looked_at = outcomes(doctor(runs / "base"), runs / "base")
-    fine = dict.fromkeys(["files", "scales", "dtypes", "generation config", "experts", "layers"], "fine")
+    fine = dict.fromkeys(["files", "scales", "dtypes", "generation config", "layers"], "fine")
     assert looked_at == {**fine, "merge": "not measured"}
 
 
@@ -80,7 +80,7 @@ def test_the_checks_of_a_live_model_are_listed() -> None:
     with KbitPreparedModel(model):
         peft_model = trainers.adapt(model)
         prepared = outcomes(doctor(peft_model), "PeftModelForCausalLM")
-    expected = ["base", "lora_B", "adapter values", "adapter dtypes", "scales", "ties", "experts", "layers"]
+    expected = ["base", "lora_B", "adapter values", "adapter dtypes", "scales", "ties", "layers"]
     assert prepared == {**dict.fromkeys(expected, "fine"), "merge": "not measured"}
     restored = outcomes(doctor(peft_model), "PeftModelForCausalLM")
     assert restored == {**prepared, "base": "not measured", "dtypes": "fine", "generation config": "fine"}
