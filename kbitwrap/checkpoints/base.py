@@ -40,7 +40,7 @@ from ..model.quantization import (
 from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter, vocabulary_layers, with_adapter
 from .base_quantization import OF_BASE, QUANTIZATION, UNKNOWN, BaseQuantization
 from .reader import (
@@ -75,8 +75,6 @@ class TrainedBase:
         check: Its comparison with the manifest, which is not finished.
         unexpected: The tensors in its files that the class does not build, such as a
             block for the prediction of several tokens, by name.
-        has_codes: Whether some of those are quantized, as the base is.
-        contradiction: Why those are no part of what was trained, or ``""``.
     """
 
     source: str
@@ -84,8 +82,6 @@ class TrainedBase:
     unknown: Mapping[str, int]
     check: BaseCheck | None
     unexpected: Mapping[str, StoredTensor]
-    has_codes: bool
-    contradiction: str
 
     def unexpected_parts(self) -> list[str]:
         """Return the parts that the unexpected tensors are of: the shortest names that none of the model's has."""
@@ -125,14 +121,6 @@ def load_base(
     weights are read. Who lets them be, reads them, and calls ``finish_check`` then.
     """
     config = read_config(source, trust_remote_code)
-    layer_types = getattr(config.get_text_config(), "layer_types", None)
-    if layer_types and saved is not None and saved.config.get("layer_replication"):
-        raise ConfigError(
-            f"{saved.name} replicates layers (layer_replication), and the config of {os.fspath(source)!r} lists "
-            f"{len(layer_types)} (layer_types), to which PEFT adds none: a model with more layers than that cannot be "
-            "saved"
-        )
-
     if quantization.source == UNKNOWN:
         raise ConfigError(
             f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
@@ -143,7 +131,12 @@ def load_base(
     if quantization.config and quantization.source != OF_BASE:
         settings = {**quantization.config}
 
-    shapes = {} if saved is None else _shapes_in(saved)
+    # of the base's tensors that the adapter holds whole, and of the adapter's own
+    shapes: dict[str, tuple[int, ...]] = {}
+    if saved is not None:
+        for name, stored in saved.tensors.items():
+            shapes[canonical_fqn(name)] = stored.shape
+
     if manifest is not None:
         shapes.update(recorded_shapes(manifest))
         dtype = dtype or manifest.model.dtype
@@ -173,8 +166,6 @@ def load_base(
         source, settings, dtype, device, *options, is_pending=is_pending
     )
 
-    unexpected = _unexpected_tensors(source, model)
-    num_rows = _num_rows(model)
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
     for fqn, start in unknown.items():
@@ -189,26 +180,21 @@ def load_base(
     ):
         check = BaseCheck(manifest, model, unknown)
 
-    contradiction = _contradiction(model, own_classes, num_rows, unexpected)
-    dtypes = {stored.dtype for stored in unexpected.values()}
-    return TrainedBase(
-        os.fspath(source),
-        model,
-        unknown,
-        check,
-        unexpected,
-        quantization.source == OF_BASE and not dtypes <= {*HALF_DTYPES, torch.float32},
-        contradiction,
-    )
+    unexpected = _unexpected_tensors(source, model, own_classes)
+    return TrainedBase(os.fspath(source), model, unknown, check, unexpected)
 
 
-def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
+def _unexpected_tensors(
+    source: StrPath, model: Any, own_classes: Any
+) -> dict[str, StoredTensor]:
     """Find the tensors in the files of a base that a model of it has no place for, by name.
 
-    Of a model that is a part of the base, those of other parts are not among them.
+    Of a model that is a part of the base, those of other parts are not among them. A
+    model for another task has a head in the place of what else the base has.
     """
     checkpoint = files_of_base(source)
-    if checkpoint is None:
+    is_own = not own_classes or type(model).__name__ in own_classes
+    if checkpoint is None or not (is_own or model.can_generate()):
         return {}
 
     tensors = checkpoint.tensors
@@ -218,29 +204,6 @@ def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
     if whole is not None and type(whole.config) is not type(model.config):
         names = unexpected_names(whole, names, is_quantized=is_quantized)
     return {name: tensors[name] for name in names}
-
-
-def _contradiction(
-    model: Any,
-    own_classes: Any,
-    num_rows: set[int],
-    unexpected: Mapping[str, StoredTensor],
-) -> str:
-    """Say why tensors that a model has no place for do not belong to it; ``""`` where they do.
-
-    A model that generates text is a part of one that does, too.
-    """
-    name = type(model).__name__
-    is_told = isinstance(own_classes, list) and bool(own_classes)
-    if is_told and name not in own_classes and not model.can_generate():
-        return f"what was trained is a {name}, and the base a {own_classes[0]}"
-
-    resized = num_rows - _num_rows(model)
-    for stored in unexpected.values():
-        if resized.intersection(stored.shape[:1]):
-            return f"the run resized the vocabulary of {min(resized)} rows"
-
-    return ""
 
 
 def _is_read_as_it_is(
@@ -262,7 +225,7 @@ def _is_read_as_it_is(
 
 
 def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
-    """Return the base that an adapter's config names, or else its manifest.
+    """Return the base that an adapter's config names, or else the manifest that was given, or else the one beside it.
 
     Raise `ConfigError` where neither does.
     """
@@ -304,25 +267,6 @@ def name_of_base(source: str) -> str:
             return part.rpartition("--")[2]
 
     return os.path.basename(os.path.abspath(source))
-
-
-def _shapes_in(saved: SavedAdapter) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the base's tensors that an adapter holds whole, or has LoRA's factors of."""
-    shapes = {}
-    for name, stored in saved.tensors.items():
-        shapes[canonical_fqn(name)] = stored.shape
-
-    for name, shape in [*shapes.items()]:
-        module, _, factor = name.partition(".lora_")
-        weight = f"{module}.weight"
-        if factor == "B.weight":  # (outputs, rank), beside (rank, inputs)
-            inputs = shapes.get(f"{module}.lora_A.weight", ())
-            shapes[weight] = shape[:1] + inputs[1:]
-        elif factor == "embedding_A":  # (rank, rows), beside (features, rank)
-            features = shapes.get(f"{module}.lora_embedding_B", ())
-            shapes[weight] = shape[1:] + features[:1]
-
-    return shapes
 
 
 def load_adapted(
@@ -420,7 +364,11 @@ def _refuse_in_use(
 def _class_name(
     config: Any, saved: SavedAdapter | None, manifest: Manifest | None
 ) -> str | None:
-    """Return the class that was trained, where it is another than the base's config names."""
+    """Return the class that was trained, where it is another than the base's config names.
+
+    The manifest says it, or else the adapter's task, or else the names in the adapter's
+    file: they may be of the text part of a composite model, or of a model without its head.
+    """
     import transformers
 
     if manifest is not None:
@@ -431,19 +379,11 @@ def _class_name(
         return None
 
     auto_class = _TASKS.get(str(saved.config.get("task_type")))
-    if auto_class is None:
-        return _class_by_names(config, saved)
+    if auto_class is not None:
+        names = [cls.__name__ for cls in classes_of(auto_class, config)]
+        own = [name for name in names if name in (config.architectures or ())]
+        return next(iter(own + names), None)
 
-    names = [cls.__name__ for cls in classes_of(auto_class, config)]
-    own = [name for name in names if name in (config.architectures or ())]
-    return next(iter(own + names), None)
-
-
-def _class_by_names(config: Any, saved: SavedAdapter) -> str | None:
-    """Find the class whose modules the names in an adapter are of, where these are not of the config's own.
-
-    It may be the text part of a composite model, or a model without its head.
-    """
     modules = set()
     for fqn in saved.held:
         modules.add((fqn.rpartition(".")[0], fqn.rsplit(".", 2)[0]))
@@ -511,9 +451,10 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
     Return the parameters that got rows, and the first of these.
     """
-    sizes = _num_rows(model)
+    sizes = set()
     wanted = set()
     for fqn, parameter in _vocabulary(model).items():
+        sizes.add(len(parameter))
         shape = shapes.get(fqn, parameter.shape)
         if shape[1:] == parameter.shape[1:]:
             wanted.add(shape[0])
@@ -533,11 +474,6 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
     model.resize_token_embeddings(size, mean_resizing=False)
     return dict.fromkeys(_vocabulary(model), num_rows) if size > num_rows else {}
-
-
-def _num_rows(model: Any) -> set[int]:
-    """Return the numbers of rows that a model's embeddings and head have."""
-    return {len(parameter) for parameter in _vocabulary(model).values()}
 
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:

@@ -153,18 +153,6 @@ def test_new_rows_that_the_adapter_does_not_hold_are_asked_for_and_taken_from_a_
     assert_same_model(tmp_path / "merged", tmp_path / "live")
 
 
-def test_factors_of_lora_on_a_resized_vocabulary_tell_its_size_too(tmp_path: Path) -> None:
-    run(
-        "llama",
-        resized("llama"),
-        zoo.lora_config("llama", **CASES["LoRA on both"]),
-        tmp_path,
-        save_embedding_layers=False,
-    )
-    with pytest.raises(ConfigError, match=r"had 132 rows .* model\.resize_token_embeddings\(132\)"):
-        merged("llama", tmp_path, "told")
-
-
 def test_a_resized_base_is_compared_with_the_manifest_but_for_the_rows_that_it_lacks(tmp_path: Path) -> None:
     run("llama", resized("llama"), zoo.lora_config("llama", **CASES["rows"]), tmp_path, save_embedding_layers=False)
     adapter, base = tmp_path / "adapter", zoo.checkpoint("llama")

@@ -115,8 +115,8 @@ def test_the_folder_holds_all_that_the_bases_holds_or_names_it(
             if path.is_file() and not is_weights and expected not in (*OWN, ".gitattributes"):
                 assert expected in notes or (out / expected).read_bytes() == path.read_bytes(), expected
         assert not {"pytorch_model.bin", "onnx/model.onnx", ".gitattributes"} & {*report.files}
-        is_left = given is not None and has_tokenizer and "special_tokens_map.json" in files
-        assert ("special_tokens_map.json" in notes) == is_left
+        is_left = given is not None and has_tokenizer and files is not MODULES
+        assert (files[0] in notes) == (is_left and files is TOKENIZER)
         assert ("left behind" in (out / "README.md").read_text()) == is_left
     index = json.loads((tmp_path / "0" / "model.safetensors.index.json").read_text())
     held = tensors_of(tmp_path / "0")
@@ -182,25 +182,15 @@ def test_doctor_names_what_another_tool_left_behind(tmp_path: Path) -> None:
     assert finding.evidence.startswith("4 that a LlamaForCausalLM does not build: mtp.")
 
 
-def test_what_contradicts_the_merge_is_left_out_and_named(tmp_path: Path) -> None:
-    # a classifier, whose base has another head
+def test_a_classifier_takes_no_head_of_its_base(tmp_path: Path) -> None:
     base = base_of("llama", tmp_path / "base")
     model = transformers.LlamaForSequenceClassification.from_pretrained(base, dtype=torch.bfloat16, num_labels=3)
     peft.get_peft_model(model, zoo.lora_config("llama", task_type="SEQ_CLS")).save_pretrained(tmp_path / "classifier")
     report = merge(base, tmp_path / "classifier", tmp_path / "classes", quantization_config=False)
-    (note,) = report.notes
-    assert "a LlamaForSequenceClassification does not build were left out, because what was trained is a" in note
+    assert report.notes == ()
+    assert "lm_head.weight" not in tensors_of(tmp_path / "classes")
     given: dict[str, Any] = {"base": base, "adapter": tmp_path / "classifier", "quant": False}
     assert not doctor(tmp_path / "classes", **given)
-
-    # a block with embeddings of its own, beside a vocabulary that the run resized
-    rows = zoo.load("llama", None).config.vocab_size
-    with_tensors(base, {"mtp.embed_tokens.weight": torch.zeros(rows, 4)})
-    model = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    model.resize_token_embeddings(rows + 8)
-    adapt("llama", model, modules_to_save=True).save_pretrained(tmp_path / "longer", save_embedding_layers=True)
-    report = merge(base, tmp_path / "longer", tmp_path / "out", quantization_config=False)
-    assert f"left out, because the run resized the vocabulary of {rows} rows: mtp" in report.notes[0]
 
 
 def test_a_tensor_in_a_layer_that_has_no_place_for_it_is_carried_over(tmp_path: Path) -> None:
@@ -240,19 +230,13 @@ def test_what_lies_beside_the_adapter_wins(tmp_path: Path) -> None:
     (adapter / "modules.json").write_text(json.dumps([{"path": "1_Pooling"}, {"path": "2_Dense"}]))
     report = merge(base, adapter, tmp_path / "out", quantization_config=False)
     (note,) = report.notes
-    assert note.endswith("'chat_template.json', 'special_tokens_map.json'")
+    assert note.endswith("'chat_template.json', 'special_tokens_map.json', 'tokenizer.model'")
     out = tmp_path / "out"
     for name in ("chat_template.jinja", "1_Pooling/config.json", "2_Dense/model.safetensors"):
         assert (out / name).read_text() == "of the adapter"
     assert (out / "modules.json").read_text() == (adapter / "modules.json").read_text()
-    assert (out / "tokenizer.model").read_text() == (out / "preprocessor_config.json").read_text() == "of the base"
+    assert (out / "preprocessor_config.json").read_text() == "of the base"
     assert not {"notes.txt", "training_args.bin", "logs/1.json"} & {*report.files}
-
-    # with another vocabulary, what holds the base's is none of the merge's
-    make_tokenizer(9).save_pretrained(adapter)
-    report = merge(base, adapter, out, quantization_config=False, overwrite=True)
-    assert "'tokenizer.model'" in report.notes[0]
-    assert "tokenizer.model" not in report.files
 
 
 def test_links_of_a_snapshot_are_followed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
