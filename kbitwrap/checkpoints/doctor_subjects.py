@@ -292,10 +292,8 @@ def _saved_base(path: Path) -> Base:
     for weight in sources:
         plain.pop(weight, None)
 
-    left: list[str] = []
-    if set(sources.values()) != {torch.float32}:
-        for tensors in report.leftovers.values():
-            left += tensors
+    is_of_float32 = set(sources.values()) == {torch.float32}
+    left = [] if is_of_float32 else [*report.leftovers]
 
     use_cache = {}
     for name in CONFIG_ATTRIBUTES:

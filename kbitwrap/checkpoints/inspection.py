@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..config import StrPath
-from ..model.wrappers import canonical_fqn
 from ..reports import Report, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .convert import casts_by_dtype
@@ -21,18 +20,6 @@ from .reader import (
     open_checkpoint,
 )
 
-# The kinds of tensors, by the first pattern that matches the name.
-_KINDS = (
-    ("norms", re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)),
-    (
-        "output embeddings",
-        re.compile(
-            r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier|cls)\."
-        ),
-    ),
-    ("embeddings", re.compile(r"embed|(?:^|\.)(?:wte|wpe|shared)\.", re.IGNORECASE)),
-    ("experts", re.compile(r"expert|router", re.IGNORECASE)),
-)
 _QUANTIZATION_STATE = re.compile(
     rf"\.(?:weight|quant_state)\.[^.]+$|\.(?:{'|'.join(EIGHT_BIT_STATE)})$"
 )
@@ -52,11 +39,8 @@ class CheckpointReport(Report):
         num_tensors: The number of tensors.
         num_bytes: Their size, in bytes.
         dtypes: ``{dtype: {"count", "bytes"}}`` of all tensors.
-        leftovers: ``{kind: {fqn: bytes}}``: float32 tensors that the model, loaded in
-            half, would not have, and the bytes that each wastes. The kind is told by
-            the name.
-        use_cache: The config's ``use_cache``; ``None`` where it names none. Trainers
-            set it to false and leave it so.
+        leftovers: ``{name: bytes}``: float32 tensors that the model, loaded in half,
+            would not have, and the bytes that each wastes.
         adapters: Names of the tensors that belong to adapters, adapter files beside the
             weights included by file name.
     """
@@ -68,8 +52,7 @@ class CheckpointReport(Report):
     num_tensors: int
     num_bytes: int
     dtypes: Mapping[str, Mapping[str, int]]
-    leftovers: Mapping[str, Mapping[str, int]]
-    use_cache: bool | None
+    leftovers: Mapping[str, int]
     adapters: tuple[str, ...]
 
     def __bool__(self) -> bool:
@@ -78,7 +61,7 @@ class CheckpointReport(Report):
     @property
     def wasted_bytes(self) -> int:
         """Return the bytes that float32 leftovers waste."""
-        return sum(sum(tensors.values()) for tensors in self.leftovers.values())
+        return sum(self.leftovers.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, ready for JSON."""
@@ -117,7 +100,7 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
         >>> save_file(tensors, path)
         >>> report = inspect_checkpoint(path)
         >>> report.leftovers, report.half_dtype
-        ({'norms': {'norm.weight': 8}}, 'bfloat16')
+        ({'norm.weight': 8}, 'bfloat16')
     """
     return inspect_opened(open_checkpoint(path))
 
@@ -128,13 +111,10 @@ def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
     quantization = {name for name in beside if _QUANTIZATION_STATE.search(name)}
     adapters = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
     half = _half_dtype(checkpoint)
-    leftovers: dict[str, dict[str, int]] = {}
+    leftovers = {}
     if half is not None or quantization:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
-            wasted = checkpoint.tensors[name].num_bytes // 2
-            fqn = canonical_fqn(name)
-            kinds = [kind for kind, pattern in _KINDS if pattern.search(fqn)]
-            leftovers.setdefault([*kinds, "other"][0], {})[name] = wasted
+            leftovers[name] = checkpoint.tensors[name].num_bytes // 2
 
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
@@ -142,7 +122,6 @@ def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
         row["count"] += 1
         row["bytes"] += stored.num_bytes
 
-    use_cache = checkpoint.config.get("use_cache")
     return CheckpointReport(
         path=checkpoint.path,
         config_dtype=dtype_name(checkpoint.dtype) if checkpoint.dtype else None,
@@ -152,7 +131,6 @@ def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
         num_bytes=checkpoint.num_bytes,
         dtypes=dtypes,
         leftovers=leftovers,
-        use_cache=use_cache if isinstance(use_cache, bool) else None,
         adapters=(*sorted(adapters), *sorted(beside - quantization)),
     )
 

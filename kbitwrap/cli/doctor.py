@@ -172,7 +172,7 @@ def command(
         if checkpoint is not None:
             parts.append(_contents(result["checkpoint"]))
         if checkpoint:
-            parts += _leftovers(result["checkpoint"])
+            parts.append(_leftovers(result["checkpoint"]))
         if manifest is not None:
             parts.append(_describe_manifest(result["manifest"]))
         show(*parts)
@@ -264,19 +264,16 @@ def _conversion(checkpoint: CheckpointReport) -> str:
     return f"{convert} --dtype {checkpoint.half_dtype}"
 
 
-def _leftovers(checkpoint: Result) -> list[RenderableType]:
-    """Lay out the tensors that a preparation left in float32, and the command that gives them their dtypes back."""
-    rows = [["left in float32", "tensors", "wasted bytes", "names"]]
-    for kind, tensors in checkpoint["leftovers"].items():
-        wasted = f"{sum(tensors.values()):,}"
-        rows.append([kind, str(len(tensors)), wasted, _some(list(tensors))])
-    remedy = Group(
+def _leftovers(checkpoint: Result) -> RenderableType:
+    """Say which tensors a preparation left in float32, and the command that gives them their dtypes back."""
+    names = list(checkpoint["leftovers"])
+    return Group(
+        f"left in float32: {_count(len(names), 'tensor')}: {_some(names)}",
         f"{checkpoint['wasted_bytes']:,} bytes of {checkpoint['num_bytes']:,} are wasted: a preparation upcast these, "
         "and the model was saved before it was undone. To get the original dtypes back:",
         _indented(checkpoint["suggestion"]),
         "or with --manifest M or --like ORIGINAL, which know each tensor's dtype.",
     )
-    return [table(rows), remedy]
 
 
 def _some(names: list[str]) -> str:
