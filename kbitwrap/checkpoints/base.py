@@ -11,7 +11,6 @@ import copy
 import itertools
 import operator
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,12 +215,10 @@ def _is_read_as_it_is(
     if settings is None or is_of_another_library(settings):
         return False
 
-    num_bytes: Counter[torch.dtype] = Counter()
-    for tensor in original_tensors(source).values():
-        num_bytes[tensor.dtype] += tensor.nbytes
-
+    tensors = original_tensors(source).values()
+    largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
     wanted = find_dtype(dtype) or dtype or config.dtype
-    return max(num_bytes, key=num_bytes.__getitem__, default=None) == wanted
+    return largest is not None and largest.dtype == wanted
 
 
 def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:

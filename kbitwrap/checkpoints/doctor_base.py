@@ -134,7 +134,7 @@ def scales(base: Base) -> Finding | None:
             "load the base again, and save it before it runs in eval mode there, or by export",
         )
 
-    if base.are_scales_hidden:
+    if base.transposed is None:
         return not_measured(
             "whether scales lie in the order of their 4-bit weights",
             "the weights are repacked for this CPU now, which hides it: examine a folder, or load the base again",

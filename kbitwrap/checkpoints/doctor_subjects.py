@@ -44,7 +44,6 @@ from .reader import (
 )
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-_MAX_STATE_BYTES = 4096  # of a 4-bit weight's statistics, as JSON
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -105,11 +104,10 @@ class Base:
         ties: The names that the config ties, by group.
         dtype: The dtype that its config names.
         sources: The dtype from which each 4-bit weight was quantized, by fqn.
-        transposed: The 4-bit weights whose scales lie in the order of another layout.
+        transposed: The 4-bit weights whose scales lie in the order of another layout;
+            ``None`` while one is repacked, which hides in which order they lay before.
         left: Float32 that a preparation left; ``None`` where that cannot be told.
         use_cache: The configs' ``use_cache``, by config; empty while it is prepared.
-        are_scales_hidden: Whether a weight is repacked now, so that nothing tells in which
-            order its scales lay before.
         is_all_float32: Whether nothing says that the original was half.
     """
 
@@ -118,10 +116,9 @@ class Base:
     ties: Sequence[Sequence[str]]
     dtype: torch.dtype | None
     sources: Mapping[str, torch.dtype | None]
-    transposed: Sequence[str]
+    transposed: Sequence[str] | None
     left: Sequence[str] | None
     use_cache: Mapping[str, Any]
-    are_scales_hidden: bool = False
     is_all_float32: bool = False
 
     @functools.cached_property
@@ -318,9 +315,6 @@ def _saved_base(path: Path) -> Base:
 
 def _dtype_in_state(stored: StoredTensor) -> torch.dtype | None:
     """Return the dtype from which a 4-bit weight was quantized, by its statistics; ``None`` where these are damaged."""
-    if stored.num_bytes >= _MAX_STATE_BYTES:
-        return None
-
     try:
         content = bytes(materialize(stored.lazy()).tolist())
         return find_dtype(json.loads(content)["dtype"])
@@ -398,8 +392,7 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
         tied_names(meta),
         getattr(config, "dtype", None),
         sources,
-        transposed,
+        transposed or (None if are_scales_hidden else []),
         left,
         use_cache,
-        are_scales_hidden,
     )

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import StrPath, format_bytes
+from ..config import StrPath
 from ..errors import ConfigError, ExportError
 from ..export.export import save_model, why_not_streamed
 from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm
@@ -226,7 +225,6 @@ def merge_checkpoint(
             if merged.note:
                 warnings.warn(merged.note, UserWarning, stacklevel=2)
             others, note = _taken_over(trained, twin.model)
-            _refuse_full_disk(twin.model, others, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size, others)
             trained.finish_check()
         copy_files(files, writer.folder)
@@ -298,20 +296,6 @@ def _taken_over(
                 skip_layers(settings, [*skipped_layers(settings), *parts])
 
     return {name: stored.lazy() for name, stored in unexpected.items()}, ""
-
-
-def _refuse_full_disk(
-    model: nn.Module, others: Mapping[str, Tensor], folder: Path, dst: StrPath
-) -> None:
-    """Raise where a model, and other tensors, do not fit beside what is on the disk."""
-    tensors = {*model.parameters(), *model.buffers(), *others.values()}
-    needed = sum(tensor.nbytes for tensor in tensors)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ExportError(
-            f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
-            "free there; nothing was written"
-        )
 
 
 def _card(

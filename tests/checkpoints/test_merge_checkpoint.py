@@ -193,18 +193,11 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_destination_that_exists_or_a_full_disk_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_destination_that_exists_is_said_before_anything_is_read(tmp_path: Path) -> None:
     run = train("llama", "nf4", tmp_path)
     options: dict[str, Any] = {"quantization_config": run.quantization, "dtype": "bfloat16"}
     with pytest.raises(ExportError, match="exists and is not empty"):
         merge_checkpoint(tmp_path / "not looked at", run.adapter, run.merged, **options)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ExportError, match=r"takes .* KiB, and 1000 B are free there"):
-        merge_checkpoint(zoo.checkpoint("llama"), run.adapter, tmp_path / "merged", **options)
-    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("owner", ["base", "adapter"])
