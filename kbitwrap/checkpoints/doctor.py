@@ -35,7 +35,6 @@ _CHECKS: Mapping[type, Checks] = {
         "files": doctor_run.files,
         "optimizer": doctor_run.optimizer,
         "trainer state": doctor_run.trainer_state,
-        "tokenizer": doctor_run.tokenizer,
         "lora_B": doctor_run.lora_b,
         "merge": doctor_merge.unmeasured_merge,
     },

@@ -6,15 +6,10 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Sequence
-from typing import Any
 
 from ..errors import ConfigError
-from ..model.pretrained import meta_model
-from ..model.wrappers import canonical_fqn
 from ..reports import shown
 from ..tensors.lazy import materialize
-from .adapters import vocabulary_layers
 from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import (
     Adapter,
@@ -24,7 +19,7 @@ from .doctor_subjects import (
     is_numbered,
     numbered_folders,
 )
-from .reader import load_pickled, read_json, recorded_shapes
+from .reader import load_pickled, read_json
 
 _OPTIMIZER_NAME = "optimizer.pt"
 _STATE_NAME = "trainer_state.json"
@@ -281,81 +276,3 @@ def trainer_state(folder: Folder) -> Finding | None:
         return _interrupted(folder, f"{path}: {error!r}")
 
     return fine(f"step {shown(step)} of {shown(last)}")
-
-
-def tokenizer(folder: Folder) -> Finding | None:
-    """Check whether the embeddings have a row for each id of the tokenizer that was saved beside them.
-
-    A chat template's tokens are added to a tokenizer; where the embeddings were not
-    resized, looking one up fails.
-    """
-    from tokenizers import Tokenizer
-
-    path = folder.path / "tokenizer.json"
-    if not path.is_file():
-        return None
-
-    try:
-        ids = Tokenizer.from_file(os.fspath(path)).get_vocab()
-    except Exception as error:  # it raises nothing more special
-        return _interrupted(
-            folder, f"{path}: expected a tokenizer, found a damaged file: {error}"
-        )
-
-    embeddings = _embeddings(folder)
-    if embeddings is None:
-        return not_measured(
-            "whether the embeddings have a row for each id of the tokenizer",
-            "give base (--base): they are not known from what is saved here",
-        )
-
-    fqn, num_rows = embeddings
-    beyond = [
-        f"{token} ({number})" for token, number in ids.items() if number >= num_rows
-    ]
-    if beyond:
-        return fault(
-            "the tokenizer has more ids than the embeddings have rows",
-            f"{fqn} has {num_rows} rows; ids without one: {shown(beyond)}",
-            "save the model that was resized for this tokenizer, or the model's own tokenizer",
-        )
-
-    return fine(f"{len(ids)} ids, and {fqn} has {num_rows} rows")
-
-
-def _embeddings(folder: Folder) -> tuple[str, int] | None:
-    """Return the name of the input embeddings, and the number of their rows; ``None`` where nothing tells them.
-
-    Those that are saved here count, and else those of the manifest: they were resized or
-    trained. Otherwise the base's own do.
-    """
-    saved = folder.tensors_of_adapters()
-    model: Any = folder.options.base
-    if folder.base is not None:
-        saved += folder.base.tensors.items()
-        model = folder.base.meta
-    elif folder.options.named_base is not None:
-        model = meta_model(model)
-
-    name = "embed_tokens.weight"
-    shapes: dict[str, Sequence[int]] = {}
-    if model is not None:
-        layer = next(iter(vocabulary_layers(model)), None)
-        table = getattr(layer, "weight", None)
-        if table is None or table.dim() != 2:  # a kernel that embeds patches of images
-            return None
-        for fqn, parameter in model.named_parameters():
-            if parameter is table:
-                name = canonical_fqn(fqn)
-                shapes[name] = table.shape
-
-    if folder.manifest is not None:
-        shapes.update(recorded_shapes(folder.manifest))
-    for fqn, tensor in saved:
-        shapes[canonical_fqn(fqn)] = tensor.shape
-
-    for fqn, shape in shapes.items():
-        if fqn.endswith(name):
-            return fqn, shape[0]
-
-    return None

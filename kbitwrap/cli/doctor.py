@@ -54,7 +54,7 @@ HELP = (
     "preparation, another base than the manifest's, adapters that are zero, not finite or of another dtype, layers and "
     "experts that were never quantized, tied weights that came apart, use_cache left off, idle devices, a merge into "
     "4-bit weights, scales in another order than their weights, an optimizer that trained what was not saved, a save "
-    "that was interrupted, a tokenizer with more ids than the embeddings have rows. Each check made is printed: fine, "
+    "that was interrupted. Each check made is printed: fine, "
     "fault, or not measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.\n\n"
     "Of tensors that a preparation left in float32 it prints which they are, what they waste, and the command that "
     "gives them their dtypes back; of a manifest, kbitwrap's record of a run, which model was prepared, and how.\n\n"

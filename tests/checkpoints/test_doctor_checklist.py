@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from kbitwrap import DoctorReport, KbitPreparedModel, doctor
 from support import trainers, zoo
-from support.files import save_tokenizer
 
 # Training on after `restore` is not what these do.
 pytestmark = pytest.mark.filterwarnings("ignore:restore\\(\\) made:UserWarning")
@@ -26,7 +25,6 @@ INTERRUPTED = "a save was interrupted, or a file was damaged"
 NO_CONFIG = "an adapter has no config that PEFT can read"
 EMPTY = "an adapter holds no values"
 ZERO = "lora_B is zero in every layer"
-TOKENIZER = "the tokenizer has more ids than the embeddings have rows"
 ADAPTER = "adapter_model.safetensors"
 
 
@@ -266,58 +264,3 @@ def test_a_half_adapter_whose_training_nothing_records_is_not_measured(run: Path
     report = doctor(run)
     assert report.findings == ()
     assert report.not_measured[0].startswith("the dtype in which the adapter was trained: it is saved in bfloat16")
-
-
-# ----------------------------------------------------------------------------------------------------
-# The tokenizer.
-# ----------------------------------------------------------------------------------------------------
-
-
-def test_a_tokenizer_with_more_ids_than_the_embeddings_have_rows_is_found(runs: Path, run: Path) -> None:
-    num_rows = zoo.load("llama").config.vocab_size
-    base = shutil.copytree(runs / "base", run / "base")
-    cases = ((base, None), (run / "checkpoint-3", base), (run / "checkpoint-3", zoo.load("llama")))
-    for folder, given in cases:
-        save_tokenizer(folder, num_rows)
-        report = doctor(folder, base=given)
-        assert (report.findings, outcomes(report, folder)["tokenizer"]) == ((), "fine")
-        save_tokenizer(folder, num_rows + 1)
-        (finding,) = doctor(folder, base=given).findings
-        assert (finding.what, finding.where) == (TOKENIZER, str(folder))
-        assert finding.evidence == (
-            f"model.embed_tokens.weight has {num_rows} rows; ids without one: ['<|im_start|> ({num_rows})']"
-        )
-    assert outcomes(doctor(run), run / "checkpoint-3")["tokenizer"] == "fault"  # by the manifest
-    for manifest in run.rglob("kbitwrap.json"):
-        manifest.unlink()
-    assert outcomes(doctor(run), run / "checkpoint-3")["tokenizer"] == "not measured"
-
-
-def test_the_rows_that_an_adapter_was_saved_with_count(run: Path) -> None:
-    model = zoo.load("llama")
-    num_rows = model.config.vocab_size + 8
-    model.resize_token_embeddings(num_rows)
-    adapted = trainers.adapt(model)
-    adapted.save_pretrained(run / "checkpoint-3", save_embedding_layers=True)
-    for base in (None, zoo.load("llama")):
-        save_tokenizer(run / "checkpoint-3", num_rows)
-        assert outcomes(doctor(run, base=base), run / "checkpoint-3")["tokenizer"] == "fine"
-        save_tokenizer(run / "checkpoint-3", num_rows + 1)
-        assert TOKENIZER in [finding.what for finding in doctor(run, base=base).findings]
-
-
-@pytest.mark.parametrize("name", ["vit", "siglip"])
-def test_a_tokenizer_beside_a_model_of_images_is_not_measured(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(zoo.checkpoint(name), folder)
-    save_tokenizer(folder, 200)
-    report = doctor(folder)
-    assert (report.findings, outcomes(report, folder)["tokenizer"]) == ((), "not measured")
-
-
-def test_a_damaged_tokenizer_is_found(run: Path) -> None:
-    save_tokenizer(run / "checkpoint-3", 8)
-    truncated("tokenizer.json")(run / "checkpoint-3")
-    (finding,) = doctor(run).findings
-    assert finding.what == INTERRUPTED
-    assert "tokenizer.json" in finding.evidence
