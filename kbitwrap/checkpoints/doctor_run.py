@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import warnings
-import zipfile
 
 from ..errors import ConfigError
 from ..reports import shown
@@ -180,9 +179,6 @@ def files(folder: Folder) -> Finding | None:
     if folder.adapters or folder.base is not None:
         return fine("adapters, weights and configs can be read")
 
-    if is_numbered(folder.path) and not _has_optimizer(folder):
-        return _interrupted(folder, "there is neither an adapter nor a model")
-
     return None
 
 
@@ -209,20 +205,30 @@ def optimizer(folder: Folder) -> Finding | None:
     """
     path = folder.path / _OPTIMIZER_NAME
     if not path.is_file():
-        return _without_optimizer(folder) if is_numbered(folder.path) else None
+        if not is_numbered(folder.path):
+            return None
+        names = sorted(inside.name for inside in folder.path.iterdir())
+        # FSDP and DeepSpeed save it in shards
+        if any("optimizer" in name or "global_step" in name for name in names):
+            return not_measured(_WHAT_WAS_TRAINED, "it was saved in shards")
+        later = [name for name in names if name.startswith(("scheduler", "rng_state"))]
+        if later:
+            return _interrupted(
+                folder,
+                f"no {_OPTIMIZER_NAME}, and what a Trainer saves after it: {shown(later)}",
+            )
+        return not_measured(
+            _WHAT_WAS_TRAINED, f"no {_OPTIMIZER_NAME}, as save_only_model leaves it out"
+        )
 
     try:
         num_states = len(load_pickled(path)["state"])
     except (ConfigError, LookupError, TypeError) as error:
         why = f"{path}: expected the state of an optimizer: {error}"
-        try:
-            # what ``torch.save`` writes last is there: the file is whole
-            is_archive = zipfile.is_zipfile(path)
-        except zipfile.BadZipFile:  # of bytes that say that there are other volumes
-            is_archive = False
-        if is_archive:
-            return not_measured(_WHAT_WAS_TRAINED, why)
-        return _interrupted(folder, why)
+        # of an archive that has no end
+        if isinstance(error.__cause__, (RuntimeError, OSError, EOFError)):
+            return _interrupted(folder, why)
+        return not_measured(_WHAT_WAS_TRAINED, why)
 
     saved = folder.tensors_of_adapters()
     # what computes prompts is not saved
@@ -238,35 +244,10 @@ def optimizer(folder: Folder) -> Finding | None:
     )
 
 
-def _without_optimizer(folder: Folder) -> Finding:
-    """Tell why a checkpoint has no file of an optimizer."""
-    if _has_optimizer(folder):
-        return not_measured(_WHAT_WAS_TRAINED, "it was saved in shards")
-
-    names = [path.name for path in folder.path.iterdir()]
-    later = [name for name in names if name.startswith(("scheduler", "rng_state"))]
-    if later or _STATE_NAME not in names:
-        return _interrupted(
-            folder,
-            f"no {_OPTIMIZER_NAME}; of what a Trainer saves after it there is {shown(later)}",
-        )
-
-    return not_measured(
-        _WHAT_WAS_TRAINED, f"no {_OPTIMIZER_NAME}, as save_only_model leaves it out"
-    )
-
-
-def _has_optimizer(folder: Folder) -> bool:
-    """Return whether an optimizer was saved, by FSDP and DeepSpeed in shards."""
-    found = [*folder.path.glob("*optimizer*"), *folder.path.glob("global_step*")]
-    return any(path.is_file() or path.is_dir() for path in found)
-
-
 def trainer_state(folder: Folder) -> Finding | None:
     """Check whether the state that a ``Trainer`` writes last can be read, and at which step it was."""
     path = folder.path / _STATE_NAME
-    is_expected = is_numbered(folder.path) and _has_optimizer(folder)
-    if not is_expected and not os.path.lexists(path):
+    if not is_numbered(folder.path) and not os.path.lexists(path):
         return None
 
     try:

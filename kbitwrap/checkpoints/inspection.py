@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,6 +40,7 @@ class CheckpointReport(Report):
         dtypes: ``{dtype: {"count", "bytes"}}`` of all tensors.
         leftovers: ``{name: bytes}``: float32 tensors that the model, loaded in half,
             would not have, and the bytes that each wastes.
+        wasted_bytes: The sum of these.
         adapters: Names of the tensors that belong to adapters, adapter files beside the
             weights included by file name.
     """
@@ -53,19 +53,11 @@ class CheckpointReport(Report):
     num_bytes: int
     dtypes: Mapping[str, Mapping[str, int]]
     leftovers: Mapping[str, int]
+    wasted_bytes: int
     adapters: tuple[str, ...]
 
     def __bool__(self) -> bool:
         return bool(self.leftovers)
-
-    @property
-    def wasted_bytes(self) -> int:
-        """Return the bytes that float32 leftovers waste."""
-        return sum(self.leftovers.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, ready for JSON."""
-        return {**super().to_dict(), "wasted_bytes": self.wasted_bytes}
 
     def _brief(self) -> str:
         size, wasted = f"{self.num_bytes:,} bytes", f"{self.wasted_bytes:,} wasted"
@@ -131,6 +123,7 @@ def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
         num_bytes=checkpoint.num_bytes,
         dtypes=dtypes,
         leftovers=leftovers,
+        wasted_bytes=sum(leftovers.values()),
         adapters=(*sorted(adapters), *sorted(beside - quantization)),
     )
 

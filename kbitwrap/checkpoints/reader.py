@@ -65,11 +65,6 @@ class StoredTensor:
     start: int
     num_bytes: int
 
-    @property
-    def place(self) -> tuple[object, ...]:
-        """Return what tells the bytes of a tensor, and how they are read, from those of others."""
-        return self.path, self.start, self.shape
-
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
         """Return the values, which are read when they are asked for and rounded to a dtype.
 
@@ -242,15 +237,14 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
                     f"{folder / index}: names the tensor {name!r}, which none of its files holds"
                 )
 
-    # Tensors that share another's bytes, as in files of ``torch.save``, and are tied to
-    # that one by loading, are left out.
     checkpoint = SavedCheckpoint(found, folder, names, tensors, index, config)
-    by_fqn = {canonical_fqn(name): stored for name, stored in tensors.items()}
-    if len({stored.place for stored in by_fqn.values()}) < len(by_fqn):
+    # In files of ``torch.save``, tensors that loading ties share their bytes: one is kept.
+    if names[0].endswith(_PICKLED):
+        by_fqn = {canonical_fqn(name): stored for name, stored in tensors.items()}
         for group in checkpoint.ties(checkpoint.meta_model()):
             first, *others = map(by_fqn.get, group)
             for other in others:
-                if first and other and other.place == first.place:
+                if first and other and other.start == first.start:
                     del tensors[other.name]
 
     return checkpoint

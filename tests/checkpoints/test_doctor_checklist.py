@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,17 +114,6 @@ def truncated(name: str) -> Callable[[Path], None]:
     return damage
 
 
-def of_several_volumes(name: str) -> Callable[[Path], None]:
-    """The end of an archive whose flipped bits say that there are other volumes."""
-
-    def damage(checkpoint: Path) -> None:
-        locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, 0, 2)
-        end = struct.pack("<4s4H2LH", b"PK\x05\x06", *[0] * 7)
-        (checkpoint / name).write_bytes(locator + end)
-
-    return damage
-
-
 def emptied(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
     checkpoint.mkdir()
@@ -133,10 +121,9 @@ def emptied(checkpoint: Path) -> None:
 
 AFTER_THE_OPTIMIZER = ("scheduler.pt", "rng_state.pth", "trainer_state.json")
 INTERRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "before the optimizer": (without("optimizer.pt", *AFTER_THE_OPTIMIZER), "no optimizer.pt"),
+    "before the optimizer": (without("optimizer.pt", *AFTER_THE_OPTIMIZER), "trainer_state.json"),
     "the optimizer is gone": (without("optimizer.pt"), "scheduler.pt"),
     "in the optimizer": (truncated("optimizer.pt"), "optimizer.pt: expected a file of tensors, found a damaged one"),
-    "in the end of the optimizer": (of_several_volumes("optimizer.pt"), "optimizer.pt: expected a file of tensors"),
     "before the state": (without("trainer_state.json"), "trainer_state.json"),
     "in the state": (truncated("trainer_state.json"), "trainer_state.json: cannot be read as JSON"),
     "in the adapter": (truncated(ADAPTER), f"{ADAPTER}: cannot be read as safetensors"),
