@@ -58,7 +58,6 @@ _TASKS = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _IN_CACHE = "models--"  # begins the name of a repository's folder in the hub's cache
-_MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -462,13 +461,6 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
     size = changed.pop()
     num_rows = min(sizes)
-    if not 0 < size <= num_rows + _MAX_NEW_ROWS:
-        raise ConfigError(
-            f"the manifest or the adapter says that the vocabulary had {size} rows in training, where the base has "
-            f"{num_rows}: expected at least one, and at most {_MAX_NEW_ROWS} new ones; give the base and the adapter "
-            "of one run"
-        )
-
     model.resize_token_embeddings(size, mean_resizing=False)
     return dict.fromkeys(_vocabulary(model), num_rows) if size > num_rows else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 from torch import nn
 
 from ..errors import ManifestMismatchError
@@ -158,13 +157,9 @@ def dtypes(base: Base) -> Finding | None:
     if not base.is_all_float32:
         return fine("no float32 that the architecture does not load")
 
-    told = "and no config says otherwise"
-    if base.dtype == torch.float32:
-        told = "as the config says"
-
     return not_measured(
         "whether a preparation left float32",
-        f"all is float32, {told}; if the original was half: `kbitwrap convert --dtype bfloat16`",
+        "all is float32, and nothing says that the original was half; if it was: `kbitwrap convert --dtype bfloat16`",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -168,18 +167,6 @@ def test_a_resized_base_is_compared_with_the_manifest_but_for_the_rows_that_it_l
         merge_checkpoint(other, adapter, tmp_path / "none")
     whats = [finding.what for finding in doctor(adapter, base=other).findings]
     assert "the base is not the one in the manifest, or it drifted" in whats
-
-
-@pytest.mark.parametrize("num_rows", [0, 10**13])
-def test_a_vocabulary_that_no_run_had_is_refused_before_it_is_allocated(num_rows: int, tmp_path: Path) -> None:
-    run("llama", resized("llama"), zoo.lora_config("llama"), tmp_path)
-    path = tmp_path / "kbitwrap.json"
-    content = json.loads(path.read_text())
-    (kind,) = [kind for kind in content["kinds"] if kind["shape"] == [NUM_ROWS, 64]]
-    kind["shape"] = [num_rows, 64]
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=rf"the vocabulary had {num_rows} rows in training, where the base has 128"):
-        merged("llama", tmp_path, "out", manifest=path)
 
 
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit:UserWarning")
