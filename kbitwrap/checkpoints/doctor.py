@@ -31,7 +31,6 @@ __all__ = ["DoctorReport", "Finding", "doctor"]
 # The checks of each kind of subject (`doctor_subjects`), by the names of their lines.
 _CHECKS: Mapping[type, Checks] = {
     Folder: {
-        "newest checkpoint": doctor_run.newest_checkpoint,
         "files": doctor_run.files,
         "optimizer": doctor_run.optimizer,
         "trainer state": doctor_run.trainer_state,
@@ -51,14 +50,12 @@ _CHECKS: Mapping[type, Checks] = {
     Base: {
         "scales": doctor_base.scales,
         "dtypes": doctor_base.dtypes,
-        "generation config": doctor_base.generation_config,
         "ties": doctor_base.ties,
         "layers": doctor_base.layers,
     },
 }
 # The base of a run is compared, and may be loaded, once.
 _OF_THE_NEWEST_FOLDER: Checks = {
-    "devices": doctor_base.devices,
     "base": doctor_base.recorded_base,
     "dequantized base": doctor_merge.dequantized_base,
 }

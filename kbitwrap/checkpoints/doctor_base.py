@@ -29,23 +29,6 @@ _NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepar
 # ----------------------------------------------------------------------------------------------------
 
 
-def devices(folder: Folder) -> Finding | None:
-    """Check whether one process left devices idle that it saw."""
-    manifest = folder.manifest
-    if manifest is None:
-        return None
-
-    evidence = f"world_size is {manifest.world_size}, and {manifest.visible_devices} devices were visible"
-    if manifest.world_size == 1 and manifest.visible_devices > 1:
-        return fault(
-            "visible devices were idle",
-            evidence,
-            "start the script by torchrun or accelerate launch",
-        )
-
-    return fine(evidence)
-
-
 def recorded_base(folder: Folder) -> Finding | None:
     """Check whether the base is the one that the manifest records, tensor by tensor.
 
@@ -161,24 +144,6 @@ def dtypes(base: Base) -> Finding | None:
         "whether a preparation left float32",
         "all is float32, and nothing says that the original was half; if it was: `kbitwrap convert --dtype bfloat16`",
     )
-
-
-def generation_config(base: Base) -> Finding | None:
-    """Check whether a model that generates does so with its cache, which trainers turn off and leave off."""
-    if not base.use_cache or base.meta is None or not base.meta.can_generate():
-        return None
-
-    # Generation asks the generation config; the model's own, where there is no other.
-    asked = list(base.use_cache)[-1]
-    default = getattr(type(base.meta.config), "use_cache", None)
-    if base.use_cache[asked] is False and default is not False:
-        return fault(
-            "use_cache was left off",
-            f"the config that generation asks says false: {asked}",
-            "set it to true: generation is slow without the cache",
-        )
-
-    return fine("use_cache is not off")
 
 
 def ties(base: Base) -> Finding | None:

@@ -162,15 +162,6 @@ def lora_b(subject: Subject) -> Finding | None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def newest_checkpoint(folder: Folder) -> Finding | None:
-    """Tell which of the checkpoints in a folder is the newest."""
-    numbered = numbered_folders(folder.path)
-    if not numbered:
-        return None
-
-    return fine(f"{numbered[-1]}, of {len(numbered)}")
-
-
 def files(folder: Folder) -> Finding | None:
     """Check whether the files of adapters, weights and configs can be read."""
     if folder.damaged:

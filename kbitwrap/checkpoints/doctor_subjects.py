@@ -25,7 +25,7 @@ from ..model.bitsandbytes_layers import (
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import meta_model
 from ..model.quantization import Quantization, is_quantized_parameter
-from ..model.tree import CONFIG_ATTRIBUTES, ModelTree
+from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.preparation import Preparation
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
@@ -37,7 +37,6 @@ from .reader import (
     expect_file_of_weights,
     has_weights,
     open_checkpoint,
-    read_json,
     read_tensors,
     saved_manifest,
     tied_names,
@@ -107,7 +106,6 @@ class Base:
         transposed: The 4-bit weights whose scales lie in the order of another layout;
             ``None`` while one is repacked, which hides in which order they lay before.
         left: Float32 that a preparation left; ``None`` where that cannot be told.
-        use_cache: The configs' ``use_cache``, by config; empty while it is prepared.
         is_all_float32: Whether nothing says that the original was half.
     """
 
@@ -118,7 +116,6 @@ class Base:
     sources: Mapping[str, torch.dtype | None]
     transposed: Sequence[str] | None
     left: Sequence[str] | None
-    use_cache: Mapping[str, Any]
     is_all_float32: bool = False
 
     @functools.cached_property
@@ -292,12 +289,6 @@ def _saved_base(path: Path) -> Base:
     is_of_float32 = set(sources.values()) == {torch.float32}
     left = [] if is_of_float32 else [*report.leftovers]
 
-    use_cache = {}
-    for name in CONFIG_ATTRIBUTES:
-        file = checkpoint.folder / f"{name}.json"
-        if file.is_file():
-            use_cache[file.name] = read_json(file).get("use_cache")
-
     meta = checkpoint.meta_model()
     is_all_float32 = report.half_dtype is None and report.dtypes.keys() == {"float32"}
     return Base(
@@ -308,7 +299,6 @@ def _saved_base(path: Path) -> Base:
         sources,
         transposed,
         left,
-        use_cache,
         is_all_float32=is_all_float32,
     )
 
@@ -380,12 +370,6 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
             if is_float32 and loaded.dtype in HALF_DTYPES:
                 left.append(fqn)
 
-    use_cache = {}
-    if not is_prepared:
-        for name in CONFIG_ATTRIBUTES:
-            found = getattr(bare, name, None)
-            use_cache[name] = getattr(found, "use_cache", None)
-
     return Base(
         plain,
         meta,
@@ -394,5 +378,4 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
         sources,
         transposed or (None if are_scales_hidden else []),
         left,
-        use_cache,
     )
