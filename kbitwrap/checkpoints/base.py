@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import operator
 import os
 from collections.abc import Mapping
@@ -36,7 +35,6 @@ from ..model.quantization import (
     is_of_another_library,
     is_quantized_parameter,
 )
-from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import find_dtype
@@ -80,18 +78,6 @@ class TrainedBase:
     unknown: Mapping[str, int]
     check: BaseCheck | None
     unexpected: Mapping[str, StoredTensor]
-
-    def unexpected_parts(self) -> list[str]:
-        """Return the parts that the unexpected tensors are of: the shortest names that none of the model's has."""
-        modules = [name for name, _ in self.model.named_modules()]
-        parts: dict[str, None] = {}
-        for name in self.unexpected:
-            for part in itertools.accumulate(name.split("."), join):
-                if not any(fqn.startswith(part) for fqn in modules):
-                    break
-            parts[part] = None
-
-        return [*parts]
 
     def finish_check(self) -> None:
         """Compare what was pending with the manifest, after it was read.
@@ -156,10 +142,18 @@ def load_base(
         if saved is not None and manifest is None:
             settings = _skipping(settings, meta, saved)
 
-    options = class_name, trust_remote_code, num_labels
     is_pending = may_be_pending and torch.device(device).type == "cpu"
-    if is_pending:
-        is_pending = _is_read_as_it_is(source, config, settings, dtype)
+    if settings is None or is_of_another_library(settings):
+        is_pending = False
+    if (
+        is_pending
+    ):  # weights of another dtype would be converted before, and all be in memory
+        tensors = original_tensors(source).values()
+        largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
+        wanted = find_dtype(dtype) or dtype or config.dtype
+        is_pending = largest is not None and largest.dtype == wanted
+
+    options = class_name, trust_remote_code, num_labels
     model, missing = load_pretrained(
         source, settings, dtype, device, *options, is_pending=is_pending
     )
@@ -202,22 +196,6 @@ def _unexpected_tensors(
     if whole is not None and type(whole.config) is not type(model.config):
         names = unexpected_names(whole, names, is_quantized=is_quantized)
     return {name: tensors[name] for name in names}
-
-
-def _is_read_as_it_is(
-    source: StrPath, config: Any, settings: dict[str, Any] | None, dtype: Any
-) -> bool:
-    """Return whether bitsandbytes is to quantize weights that the files hold in the dtype of the run.
-
-    Others would be converted before, and all be in memory.
-    """
-    if settings is None or is_of_another_library(settings):
-        return False
-
-    tensors = original_tensors(source).values()
-    largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
-    wanted = find_dtype(dtype) or dtype or config.dtype
-    return largest is not None and largest.dtype == wanted
 
 
 def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:

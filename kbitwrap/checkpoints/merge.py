@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -30,7 +31,7 @@ from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
 from ..model.pretrained import kept_dtype
 from ..model.quantization import skip_layers, skipped_layers
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, join
 from ..preparation.process import plain_mode
 from ..reports import ExportReport, first_of, shown
 from ..tensors.devices import accelerator_type
@@ -278,7 +279,16 @@ def _taken_over(
     if not unexpected:
         return {}, ""
 
-    parts = trained.unexpected_parts()
+    # the shortest names that no module has
+    modules = {name for name, _ in trained.model.named_modules()}
+    parts: dict[str, None] = {}
+    for name in unexpected:
+        part = name
+        for part in itertools.accumulate(name.split("."), join):
+            if part not in modules:
+                break
+        parts[part] = None
+
     told = f"{len(unexpected):,} tensors of the base that a {type(model).__name__} does not build"
     why = why_not_streamed(type(model))
     dtypes = {stored.dtype for stored in unexpected.values()}
@@ -287,7 +297,7 @@ def _taken_over(
     if settings is None and has_codes:
         why = "they are quantized, and the merge is not"
     if why:
-        return {}, f"{told} were left out, because {why}: {first_of(parts)}"
+        return {}, f"{told} were left out, because {why}: {first_of([*parts])}"
 
     if settings is not None and not has_codes:
         for config in configs_of_all(model):
