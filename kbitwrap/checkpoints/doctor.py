@@ -45,7 +45,6 @@ _CHECKS: Mapping[type, Checks] = {
     Adapter: {
         "adapter config": doctor_run.adapter_config,
         "adapter values": doctor_run.adapter_values,
-        "adapter dtypes": doctor_run.adapter_dtypes,
     },
     Base: {
         "scales": doctor_base.scales,

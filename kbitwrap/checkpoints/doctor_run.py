@@ -14,7 +14,6 @@ from .doctor_subjects import (
     Adapter,
     Folder,
     Subject,
-    dtype_names,
     is_numbered,
     numbered_folders,
 )
@@ -88,40 +87,6 @@ def adapter_values(adapter: Adapter) -> Finding:
         )
 
     return fine(f"{len(adapter.tensors)} tensors are finite")
-
-
-def adapter_dtypes(adapter: Adapter) -> Finding | None:
-    """Check whether an adapter has a dtype of its training, and ``lora_B`` that of ``lora_A`` in the same layer."""
-    tensors = adapter.tensors
-    if not tensors:
-        return None
-
-    dtypes = dtype_names(tensors.values())
-    names = ", ".join(sorted(dtypes))
-    in_training = adapter.trained  # empty where nothing tells it
-    others = []
-    for name, tensor in tensors.items():
-        # the tensor itself, where it is no lora_B
-        lora_a = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)
-        is_other = in_training and in_training.isdisjoint(dtypes)
-        if is_other or tensor.dtype != lora_a.dtype:
-            others.append(name)
-
-    if others:
-        return fault(
-            "an adapter has another dtype than in training",
-            shown(others),
-            "save it in the dtype of its training",
-        )
-
-    # Saved in float32, it has lost nothing, whatever the dtype of its training was.
-    if not in_training and names != "float32":
-        return not_measured(
-            "the dtype in which the adapter was trained",
-            f"it is saved in {names}, and no kbitwrap.json tells it",
-        )
-
-    return fine(names)
 
 
 def lora_b(subject: Subject) -> Finding | None:

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from ..model.quantization import Quantization, is_quantized_parameter
 from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.preparation import Preparation
-from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
+from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_opened
 from .reader import (
@@ -77,19 +77,17 @@ class DoctorOptions(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """An adapter, and what is known of its training.
+    """An adapter, saved or live.
 
     Attributes:
         where: Its folder, or the class of the live model.
         folder: Its folder; ``None`` of a live one.
         tensors: Its tensors, by their names in the file or the live model.
-        trained: The names of its dtypes in training, where they are known.
     """
 
     where: str
     folder: Path | None
     tensors: Tensors
-    trained: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -179,11 +177,6 @@ class LiveModel(Subject):
     preparation: Preparation | None
 
 
-def dtype_names(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-    """Return the names of the dtypes of tensors."""
-    return frozenset(dtype_name(tensor.dtype) for tensor in tensors)
-
-
 # ----------------------------------------------------------------------------------------------------
 # Folders.
 # ----------------------------------------------------------------------------------------------------
@@ -231,30 +224,20 @@ def _read_folder(
     path: Path, options: DoctorOptions, manifest: Manifest | None
 ) -> Folder:
     """Read what there is in a folder of a run: headers alone, but for JSON."""
-    # that of ``default`` is in the folder itself, others in one of their name in it
-    files = {}
-    for place in (path, *path.glob("*/")):
-        file = adapter_file(place)
-        if file is not None and (place == path or not is_numbered(place)):
-            files[place] = file
-
-    trained: dict[str, frozenset[str]] = {}
-    if manifest is not None:
-        for fqn, record in manifest.adapters.items():
-            trained[fqn.rpartition(".")[2]] = frozenset(record.dtypes)
-
     damaged = []
     adapters = []
-    for place, file in files.items():
-        name = "default" if place == path else place.name
+    # that of ``default`` is in the folder itself, others in one of their name in it
+    for place in (path, *path.glob("*/")):
+        file = adapter_file(place)
+        if file is None or (place != path and is_numbered(place)):
+            continue
         try:
             stored = read_tensors(file)
         except ConfigError as error:
             damaged.append(str(error))
             continue
         lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
-        dtypes = trained.get(name, frozenset())
-        adapters.append(Adapter(str(place), place, lazy, dtypes))
+        adapters.append(Adapter(str(place), place, lazy))
 
     base = None
     try:
@@ -331,7 +314,7 @@ def walk_live(model: nn.Module, options: DoctorOptions) -> LiveModel:
         if id(tensor.parameter) in tree.adapter_ids:
             own[tensor.path] = tensor.parameter
 
-    adapter = Adapter(where, None, own, dtype_names(own.values()))
+    adapter = Adapter(where, None, own)
     adapters = [adapter] if own else []
     return LiveModel(where, options, adapters, base, tree, preparation)
 

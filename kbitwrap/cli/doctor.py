@@ -51,7 +51,7 @@ HELP = (
     "kbitwrap doctor merged --adapter adapter --quant nf4\n"
     "kbitwrap doctor run/kbitwrap.json\n\n"
     "PATH is a checkpoint, an adapter or a Trainer's output folder. doctor looks for these faults: float32 left by a "
-    "preparation, another base than the manifest's, adapters that are zero, not finite or of another dtype, layers and "
+    "preparation, another base than the manifest's, adapters that are zero or not finite, layers and "
     "experts that were never quantized, tied weights that came apart, a merge into "
     "4-bit weights, scales in another order than their weights, an optimizer that trained what was not saved, a save "
     "that was interrupted. Each check made is printed: fine, "

@@ -33,7 +33,6 @@ OTHER_BASE = "the base is not the one in the manifest, or it drifted"
 DRIFTED = "the base drifted since it was prepared"
 ZERO = "lora_B is zero in every layer"
 NOT_FINITE = "an adapter is not finite"
-DTYPE = "an adapter has another dtype than in training"
 LAYERS = "layers are not quantized"
 SCALES = "scales lie in another order than their 4-bit weights"
 TIED = "tied weights came apart"
@@ -282,23 +281,6 @@ def diverged(folder: Path) -> Path:
     return folder
 
 
-def saved_in_half(folder: Path) -> Path:
-    with KbitPreparedModel(zoo.load("llama")) as prepared:
-        trainer = trainers.save_run(trainers.adapt(prepared.model), folder)
-        for parameter in trainer.model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.bfloat16()
-        trainer.save_model(str(folder / "checkpoint-3"))
-    return folder
-
-
-def saved_in_half_without_an_optimizer(folder: Path) -> Path:
-    saved_in_half(folder)
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # as `save_only_model` leaves them out
-        (folder / "checkpoint-3" / name).unlink()
-    return folder
-
-
 def falcon(folder: Path) -> Path:
     zoo.load("falcon").save_pretrained(folder)
     return folder
@@ -341,8 +323,6 @@ FAULTY: dict[str, tuple[str | tuple[str, ...], Callable[[Path], Any], str, str]]
     "merged and unmerged": ((DRIFTED, MERGED), merged_and_unmerged, "PeftModelForCausalLM", "q_proj"),
     "zero": (ZERO, not_trained, "", "adds nothing"),
     "not finite": (NOT_FINITE, diverged, "", "lora_A"),
-    "saved in half": (DTYPE, saved_in_half, "checkpoint-3", "lora_A"),
-    "saved in half, by its record": (DTYPE, saved_in_half_without_an_optimizer, "checkpoint-3", "lora_A"),
     "experts": (LAYERS, saved("mixtral", "nf4"), "", "block_sparse_moe.experts.0.w1.weight"),
     "layers of a class of its own": (LAYERS, falcon, "", "dense_h_to_4h"),
     "untied": (TIED, untied, "", "lm_head.weight"),
