@@ -40,12 +40,7 @@ from ..reports import first_of
 from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter, vocabulary_layers, with_adapter
 from .base_quantization import OF_BASE, QUANTIZATION, UNKNOWN, BaseQuantization
-from .reader import (
-    StoredTensor,
-    load_manifest,
-    recorded_shapes,
-    saved_manifest,
-)
+from .reader import StoredTensor, recorded_shapes
 from .sides import files_of_base, original_tensors
 
 # The classes of tasks whose head is not the base's own.
@@ -198,17 +193,12 @@ def _unexpected_tensors(
     return {name: tensors[name] for name in names}
 
 
-def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
-    """Return the base that an adapter's config names, or else the manifest that was given, or else the one beside it.
+def named_base(saved: SavedAdapter) -> str:
+    """Return the base that an adapter's config names.
 
-    Raise `ConfigError` where neither does.
+    Raise `ConfigError` where it names none.
     """
     name = saved.config.get("base_model_name_or_path")
-    if not name:
-        given = None if manifest is None else load_manifest(manifest)
-        record = given or saved_manifest(saved.folder)
-        name = None if record is None else record.model.name_or_path
-
     if not name:
         raise ConfigError(
             f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "

@@ -119,7 +119,7 @@ def merge_checkpoint(
 
     Args:
         base: The folder of the base, or its name on the hub; ``None`` for the one that
-            the adapter's config, or else the manifest, names.
+            the adapter's config names.
         adapter: The folder that PEFT saved the adapter in; ``None`` for the dequantized
             base alone, which an engine needs that is sent adapters only.
         dst: The folder to make: complete in the end, or absent.
@@ -175,7 +175,7 @@ def merge_checkpoint(
     if base is None:
         if saved is None:
             raise ConfigError("expected a base or an adapter, found neither")
-        base = named_base(saved, manifest)
+        base = named_base(saved)
 
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)

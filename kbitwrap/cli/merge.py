@@ -198,7 +198,7 @@ def _unrecorded(
     saved = read_adapter(adapter)
     given = quantization_in_training(quant, None)
     told = find_quantization(
-        base or base_of(saved, record), given, record, saved, trust_remote_code
+        base or base_of(saved), given, record, saved, trust_remote_code
     )
     if told.source == GIVEN:
         notes.append(
