@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import StrPath
 from ..errors import ConfigError
@@ -287,42 +287,29 @@ def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
     tensors = {fqn: operator.attrgetter(fqn)(base.model) for fqn in base.unknown}
     adapted = with_adapter(base.model, saved)
     for fqn, tensor in tensors.items():
-        start = base.unknown[fqn]
+        start, num_rows = base.unknown[fqn], len(tensor)
         rows = tensor.data[start:]
-        if rows.isnan().any():  # no adapter brought them
-            _refuse_in_use(tensor, start, adapted, base, saved)
-            rows.zero_()
-
-    return adapted
-
-
-def _refuse_in_use(
-    tensor: Tensor,
-    start: int,
-    adapted: nn.Module,
-    base: TrainedBase,
-    saved: SavedAdapter,
-) -> None:
-    """Raise where a model computes with rows of a parameter that the base's files lack.
-
-    It does not where PEFT wrapped the module, and an adapter's own rows replace them.
-    """
-    num_rows = len(tensor)
-    for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        parts = name.split(".")
-        if parameter is not tensor or "original_module" in parts:
+        if not rows.isnan().any():  # the adapter brought them
             continue
 
-        replaced: set[int] = set()
-        if parts[-2:-1] == ["base_layer"]:
-            wrapper = adapted.get_submodule(".".join(parts[:-2]))
-            replaced.update(*vars(wrapper).get("token_indices", {}).values())
-        if not replaced.issuperset(range(start, num_rows)):
-            raise ConfigError(
-                f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has {start}, "
-                f"and {saved.name} does not hold the new ones: give the base that training began with, as "
-                f"save_pretrained writes it after model.resize_token_embeddings({num_rows})"
-            )
+        # Nothing computes with them where PEFT put a copy in their place, or the adapter's own rows.
+        for name, parameter in adapted.named_parameters(remove_duplicate=False):
+            parts = name.split(".")
+            if parameter is not tensor or "original_module" in parts:
+                continue
+            replaced: set[int] = set()
+            if parts[-2:-1] == ["base_layer"]:
+                wrapper = adapted.get_submodule(".".join(parts[:-2]))
+                replaced.update(*vars(wrapper).get("token_indices", {}).values())
+            if not replaced.issuperset(range(start, num_rows)):
+                raise ConfigError(
+                    f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has "
+                    f"{start}, and {saved.name} does not hold the new ones: give the base that training began with, as "
+                    f"save_pretrained writes it after model.resize_token_embeddings({num_rows})"
+                )
+        rows.zero_()
+
+    return adapted
 
 
 def _class_name(

@@ -341,21 +341,18 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
 def _files_in_index(path: Path) -> list[str]:
     """Return the names of the files that an index names, which lie beside the index."""
     content = read_json(path)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not _are_names(weight_map.values()):
-        raise ConfigError(f"{path}: expected a weight_map of file names")
-
-    if not isinstance(content.get("metadata", {}), dict):
-        raise ConfigError(f"{path}: expected an object as its metadata")
+    weight_map: Any = content.get("weight_map")
+    has_metadata = isinstance(content.get("metadata", {}), dict)
+    is_map = isinstance(weight_map, dict) and _are_names(weight_map.values())
+    if not is_map or not has_metadata:
+        raise ConfigError(
+            f"{path}: expected objects as its metadata and its weight_map, and names of files in this"
+        )
 
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name:
-            raise ConfigError(
-                f"{path}: names {name!r}: expected a file name without a folder"
-            )
-        if not os.path.isfile(path.parent / name):
-            raise ConfigError(f"{path}: names the file {name!r}, which does not exist")
+        if Path(name).name != name or not os.path.isfile(path.parent / name):
+            raise ConfigError(f"{path}: names {name!r}: expected a file beside it")
 
     return names
 
