@@ -97,6 +97,8 @@ def read_adapter(folder: Path) -> SavedAdapter:
         raise ConfigError(
             f"{os.fspath(path)!r}: {_BASE}: expected a name or a path, found {shown(named)}"
         )
+
+    # PEFT allocates what the config says before anything is compared
     rank = saved.config.get("r")
     sizes = [_MOST_RANKS]
     for stored in saved.tensors.values():

@@ -244,7 +244,9 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
         for group in checkpoint.ties(checkpoint.meta_model()):
             first, *others = map(by_fqn.get, group)
             for other in others:
-                if first and other and other.start == first.start:
+                if not first or not other or other.path != first.path:
+                    continue
+                if other.start == first.start:
                     del tensors[other.name]
 
     return checkpoint
