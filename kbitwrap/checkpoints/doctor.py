@@ -43,7 +43,6 @@ _CHECKS: Mapping[type, Checks] = {
         "merge": doctor_merge.unmeasured_merge,
     },
     Adapter: {
-        "adapter config": doctor_run.adapter_config,
         "adapter values": doctor_run.adapter_values,
     },
     Base: {

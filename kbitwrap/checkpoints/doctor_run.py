@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 
 from ..errors import ConfigError
 from ..reports import shown
@@ -29,33 +28,6 @@ _WHAT_WAS_TRAINED = "what the optimizer trained"
 # ----------------------------------------------------------------------------------------------------
 # An adapter.
 # ----------------------------------------------------------------------------------------------------
-
-
-def adapter_config(adapter: Adapter) -> Finding | None:
-    """Check whether PEFT can read the config beside a saved adapter.
-
-    Without it the values are of no use: nothing else says to which layers they belong.
-    """
-    from peft import PeftConfig
-
-    if adapter.folder is None:
-        return None
-
-    path = adapter.folder / "adapter_config.json"
-    try:
-        content = read_json(path)
-        method = content["peft_type"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of keys that are newer than PEFT
-            PeftConfig.from_peft_type(**content)
-    except Exception as error:  # whatever PEFT raises for what it cannot read
-        return fault(
-            "an adapter has no config that PEFT can read",
-            f"{path}: {error!r}",
-            "take that of another checkpoint of the run",
-        )
-
-    return fine(f"PEFT reads it: {shown(method)}")
 
 
 def adapter_values(adapter: Adapter) -> Finding:

@@ -37,6 +37,7 @@ from .reader import (
     expect_file_of_weights,
     has_weights,
     open_checkpoint,
+    read_json,
     read_tensors,
     saved_manifest,
     tied_names,
@@ -81,12 +82,10 @@ class Adapter(NamedTuple):
 
     Attributes:
         where: Its folder, or the class of the live model.
-        folder: Its folder; ``None`` of a live one.
         tensors: Its tensors, by their names in the file or the live model.
     """
 
     where: str
-    folder: Path | None
     tensors: Tensors
 
 
@@ -233,11 +232,13 @@ def _read_folder(
             continue
         try:
             stored = read_tensors(file)
+            # nothing else says to which layers its tensors belong
+            read_json(place / "adapter_config.json")
         except ConfigError as error:
             damaged.append(str(error))
             continue
         lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
-        adapters.append(Adapter(str(place), place, lazy))
+        adapters.append(Adapter(str(place), lazy))
 
     base = None
     try:
@@ -314,7 +315,7 @@ def walk_live(model: nn.Module, options: DoctorOptions) -> LiveModel:
         if id(tensor.parameter) in tree.adapter_ids:
             own[tensor.path] = tensor.parameter
 
-    adapter = Adapter(where, None, own)
+    adapter = Adapter(where, own)
     adapters = [adapter] if own else []
     return LiveModel(where, options, adapters, base, tree, preparation)
 

@@ -40,13 +40,12 @@ def broken(adapter: Path, tmp_path: Path) -> Path:
 def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(adapter)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{adapter}: no fault found in 4 checks; 1 not measured",
+        f"{adapter}: no fault found in 3 checks; 1 not measured",
         f"not measured: whether the base is the manifest's, and unchanged: {NO_MANIFEST}",
         "",
         f"looked at in {adapter}:",
         "  files: fine: adapters, weights and configs can be read",
         "  lora_B: fine: not all of 10 are zero",
-        "  adapter config: fine: PEFT reads it: 'LORA'",
         "  adapter values: fine: 20 tensors are finite",
         f"  base: not measured: {NO_MANIFEST}",
     ]
@@ -55,7 +54,7 @@ def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pyt
 def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{broken}: 1 fault found in 4 checks; 1 not measured"
+    assert lines[0] == f"{broken}: 1 fault found in 3 checks; 1 not measured"
     assert lines[3:5] == ["an adapter is not finite", f"  where: {broken}"]
     assert lines[5].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
     assert lines[6].startswith("  remedy: ")
