@@ -71,7 +71,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "doctor of a healthy model": lambda: doctor(nn.Linear(2, 2)),
     "checkpoint": lambda: inspect_checkpoint(zoo.checkpoint("llama")),
     "checkpoint of a stranger": lambda: CheckpointReport(
-        Path(HOSTILE), None, None, True, 10**9, 10**15, {}, {HOSTILE: 10**15}, 10**15, NAMES
+        Path(HOSTILE), None, None, True, 10**9, 10**15, {}, {HOSTILE: 10**15}, 10**15
     ),
     "export": of_export,
     "sharding": lambda: check_sharding(zoo.load("llama", "nf4"), "fsdp2"),

@@ -41,8 +41,6 @@ class CheckpointReport(Report):
         leftovers: ``{name: bytes}``: float32 tensors that the model, loaded in half,
             would not have, and the bytes that each wastes.
         wasted_bytes: The sum of these.
-        adapters: Names of the tensors that belong to adapters, adapter files beside the
-            weights included by file name.
     """
 
     path: Path
@@ -54,7 +52,6 @@ class CheckpointReport(Report):
     dtypes: Mapping[str, Mapping[str, int]]
     leftovers: Mapping[str, int]
     wasted_bytes: int
-    adapters: tuple[str, ...]
 
     def __bool__(self) -> bool:
         return bool(self.leftovers)
@@ -99,12 +96,10 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
 
 def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
     """Find the same in a checkpoint that was opened."""
-    beside = checkpoint.beside
-    quantization = {name for name in beside if _QUANTIZATION_STATE.search(name)}
-    adapters = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
+    is_quantized = any(map(_QUANTIZATION_STATE.search, checkpoint.beside))
     half = _half_dtype(checkpoint)
     leftovers = {}
-    if half is not None or quantization:
+    if half is not None or is_quantized:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
             leftovers[name] = checkpoint.tensors[name].num_bytes // 2
 
@@ -118,13 +113,12 @@ def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
         path=checkpoint.path,
         config_dtype=dtype_name(checkpoint.dtype) if checkpoint.dtype else None,
         half_dtype=dtype_name(half) if half else None,
-        is_quantized=bool(quantization),
+        is_quantized=is_quantized,
         num_tensors=len(checkpoint.tensors),
         num_bytes=checkpoint.num_bytes,
         dtypes=dtypes,
         leftovers=leftovers,
         wasted_bytes=sum(leftovers.values()),
-        adapters=(*sorted(adapters), *sorted(beside - quantization)),
     )
 
 

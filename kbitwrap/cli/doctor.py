@@ -246,14 +246,11 @@ def _contents(checkpoint: Result) -> str:
     for name, row in checkpoint["dtypes"].items():
         dtypes.append(f"{row['count']} {name} ({row['bytes']:,} bytes)")
     quantized = "quantized" if checkpoint["is_quantized"] else "not quantized"
-    said = (
+    return (
         f"{printable(str(checkpoint['path']))}: {checkpoint['num_tensors']} tensors, "
         f"{checkpoint['num_bytes']:,} bytes, {quantized}: {', '.join(dtypes)}; "
         f"config dtype: {checkpoint['config_dtype'] or 'not named'}"
     )
-    if checkpoint["adapters"]:
-        said += f"; adapters: {_some(checkpoint['adapters'])}"
-    return said
 
 
 def _conversion(checkpoint: CheckpointReport) -> str:
