@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..export.adapters import parameter_name
 from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of, first_sentence, shown
@@ -26,8 +27,8 @@ _MOST_RANKS = 1024  # so many are allocated without a tensor of that size
 # experts, and the same by parameter.
 _LAYOUT_OF_A, _LAYOUT_OF_B = "lora_A_layout", "lora_B_layout"
 _DETAIL = "unsloth_fused_expert_lora"
-# PEFT's own layouts: of each expert the rows of all ranks, of each rank the columns of all experts
-_OF_A, _OF_B = "grouped_by_expert", "rank_major"
+_BY_RANK = "rank_major"  # PEFT's own: of each rank the columns of all experts
+_BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
 # one of a list of experts, as transformers had them before it put them in stacks
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _NO_VALUES: tuple[Any, ...] = (None, False, "", [], {})
@@ -109,7 +110,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         )
 
     _refuse_unknown_keys(saved)
-    _refuse_other_layouts(saved)
+    _layout_of(saved, "")
     return saved
 
 
@@ -139,19 +140,23 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
         )
 
 
-def _refuse_other_layouts(saved: SavedAdapter) -> None:
-    """Raise for an adapter of experts whose factors do not lie as PEFT reads them."""
-    detail = saved.config.get(_DETAIL) or {}
-    layouts = [saved.config.get(_LAYOUT_OF_B, _OF_B)]
-    for fields in detail.get("parameters", {}).values():
-        layouts.append(fields.get(_LAYOUT_OF_B, _OF_B))
+def _layout_of(saved: SavedAdapter, parameter: str) -> str:
+    """Return how the columns of ``lora_B`` lie for a stack of experts.
 
-    of_a = detail.get(_LAYOUT_OF_A, _OF_A)
-    if of_a != _OF_A or any(layout != _OF_B for layout in layouts):
+    Raise `ConfigError` where it is a way that is not known.
+    """
+    detail: Any = saved.config.get(_DETAIL) or {}
+    fields = detail.get("parameters", {}).get(parameter, saved.config)
+    of_a = detail.get(_LAYOUT_OF_A, _BY_EXPERT)
+    of_b = fields.get(_LAYOUT_OF_B, _BY_RANK)
+    if of_a != _BY_EXPERT or of_b not in (_BY_RANK, _BY_EXPERT):
         raise ConfigError(
-            f"the config of {saved.name} says {_LAYOUT_OF_A}: {shown(of_a)} and {_LAYOUT_OF_B}: {shown(layouts)}; "
-            f"expected {_OF_A!r} and {_OF_B!r}, as PEFT reads experts: merge with the library that trained"
+            f"the config of {saved.name} says {_LAYOUT_OF_A}: {shown(of_a)} and {_LAYOUT_OF_B}: {shown(of_b)}; "
+            f"expected {_BY_EXPERT!r} of the first, and that or {_BY_RANK!r} of the second: how it lays out experts is "
+            "not known, so it cannot be merged"
         )
+
+    return str(of_b)
 
 
 def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
@@ -223,6 +228,15 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             f"{saved.name} lacks tensors of this base ({first_of(sorted(absent))}): give the base that was trained on, "
             "or the whole adapter"
         )
+
+    for layer in adapted.modules():
+        name = parameter_name(layer)
+        if name is not None and _layout_of(saved, name) == _BY_EXPERT:
+            for factor in layer.lora_B.values():
+                # PEFT reads the columns by rank
+                weight = factor.weight
+                by_expert = weight.data.unflatten(1, (layer.num_experts, -1))
+                weight.data = by_expert.transpose(1, 2).flatten(1)
 
     return adapted  # type: ignore[no-any-return]
 
@@ -300,8 +314,8 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
         if is_unsloths and not is_told:
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, and it is not known how its lora_B lies: it was "
-                f"saved by Unsloth without {_LAYOUT_OF_B}. If it was trained by a version since 17 September 2026, add "
-                f"that to its adapter_config.json: {_OF_B!r}; else merge with Unsloth"
+                f"saved by Unsloth without {_LAYOUT_OF_B}. Add that to its adapter_config.json: {_BY_EXPERT!r} if it "
+                f"was trained by a version from before 17 September 2026, else {_BY_RANK!r}"
             )
 
         module = model.get_submodule(stack.rpartition(".")[0])
