@@ -9,10 +9,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from ..config import StrPath
 from ..export.writer import PROCESSOR_FILES, is_of_a_tokenizer
 from ..manifest.manifest import MANIFEST_NAME
+from .reader import read_json
 
 # Weights and their indexes, in all formats.
 _WEIGHTS = (
@@ -33,6 +35,9 @@ _OF_OTHERS = (
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 _TEMPLATES = "additional_chat_templates/"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_VOCABULARY = "tokenizer.json"
+# A vocabulary as other programs read it, which transformers does not write again.
+_OF_OTHER_PROGRAMS = ("tokenizer.model", "tekken.json")
 # The files of sentence-transformers beside a model, and the folders of the modules that
 # it puts after a model, which have weights of their own.
 _OF_SENTENCES = (
@@ -74,7 +79,8 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
     """Find the files to copy beside a merge's weights, and name those of the base that are left behind.
 
     All of the base's are copied that are no weights. A tokenizer, or a processor, that
-    lies beside the adapter takes the place of the base's.
+    lies beside the adapter takes the place of the base's, but for the files that only
+    other programs read, as long as the vocabulary is the same.
     """
     home = _with_small_files(base)
     of_base, left = _files_in(home) if home is not None else ({}, [])
@@ -87,9 +93,13 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
                 files[name] = path
 
     has_tokenizer = _TOKENIZER_CONFIG in files
+    has_both = _VOCABULARY in of_base and _VOCABULARY in files
+    has_other_vocabulary = has_both and _vocabulary_in(of_base) != _vocabulary_in(files)
     has_processor = any(name in files for name in PROCESSOR_FILES)
     for name in of_base.keys() - files.keys():
         is_replaced = has_tokenizer and _is_of_a_tokenizer(name)
+        if name in _OF_OTHER_PROGRAMS:
+            is_replaced = has_other_vocabulary
         if name in PROCESSOR_FILES:
             is_replaced = has_processor
         if is_replaced:
@@ -98,6 +108,12 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
             files[name] = of_base[name]
 
     return files, sorted(left)
+
+
+def _vocabulary_in(files: Files) -> Any:
+    """Read the vocabulary of a ``tokenizer.json``, without the tokens that were added to it."""
+    model = read_json(files[_VOCABULARY]).get("model")
+    return model.get("vocab") if isinstance(model, dict) else None
 
 
 def _is_of_a_tokenizer(name: str) -> bool:

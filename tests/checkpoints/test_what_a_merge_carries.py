@@ -115,8 +115,8 @@ def test_the_folder_holds_all_that_the_bases_holds_or_names_it(
             if path.is_file() and not is_weights and expected not in (*OWN, ".gitattributes"):
                 assert expected in notes or (out / expected).read_bytes() == path.read_bytes(), expected
         assert not {"pytorch_model.bin", "onnx/model.onnx", ".gitattributes"} & {*report.files}
-        is_left = given is not None and has_tokenizer and files is not MODULES
-        assert (files[0] in notes) == (is_left and files is TOKENIZER)
+        is_left = given is not None and has_tokenizer and "special_tokens_map.json" in files
+        assert ("special_tokens_map.json" in notes) == is_left
         assert ("left behind" in (out / "README.md").read_text()) == is_left
     index = json.loads((tmp_path / "0" / "model.safetensors.index.json").read_text())
     held = tensors_of(tmp_path / "0")
@@ -230,13 +230,19 @@ def test_what_lies_beside_the_adapter_wins(tmp_path: Path) -> None:
     (adapter / "modules.json").write_text(json.dumps([{"path": "1_Pooling"}, {"path": "2_Dense"}]))
     report = merge(base, adapter, tmp_path / "out", quantization_config=False)
     (note,) = report.notes
-    assert note.endswith("'chat_template.json', 'special_tokens_map.json', 'tokenizer.model'")
+    assert note.endswith("'chat_template.json', 'special_tokens_map.json'")
     out = tmp_path / "out"
     for name in ("chat_template.jinja", "1_Pooling/config.json", "2_Dense/model.safetensors"):
         assert (out / name).read_text() == "of the adapter"
     assert (out / "modules.json").read_text() == (adapter / "modules.json").read_text()
-    assert (out / "preprocessor_config.json").read_text() == "of the base"
+    assert (out / "tokenizer.model").read_text() == (out / "preprocessor_config.json").read_text() == "of the base"
     assert not {"notes.txt", "training_args.bin", "logs/1.json"} & {*report.files}
+
+    # with another vocabulary, what holds the base's is none of the merge's
+    make_tokenizer(9).save_pretrained(adapter)
+    report = merge(base, adapter, out, quantization_config=False, overwrite=True)
+    assert "'tokenizer.model'" in report.notes[0]
+    assert "tokenizer.model" not in report.files
 
 
 def test_links_of_a_snapshot_are_followed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
