@@ -413,7 +413,10 @@ def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record
     status, _, err = run(capsys, "merge", base, adapter, "--out", tmp_path / "out", *options)
     assert (status, len(err.splitlines())) == (0, 1)
     assert f"nothing here records how BASE was quantized in training, so --quant {quant} was taken" in err
-    assert f"were in {quant} in training, which was given." in (tmp_path / "out/README.md").read_text()
+    assert (
+        f"were in {quant} in training, which the caller said, and no record confirms."
+        in (tmp_path / "out/README.md").read_text()
+    )
     with KbitPreparedModel(zoo.load("llama", quant)) as prepared:
         peft_model = PeftModel.from_pretrained(prepared.model, adapter)
         prepared.export(tmp_path / "live", merge_adapters=True, model=peft_model)
