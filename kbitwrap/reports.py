@@ -211,6 +211,13 @@ class StateDiff(Differences):
         """``{fqn: {what: (expected, found)}}``."""
         return self.different
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
+        found: dict[str, Any] = {}
+        for fqn, rows in self.different.items():
+            found[fqn] = {what: [*map(str, pair)] for what, pair in rows.items()}
+        return found
+
 
 @dataclass(frozen=True)
 class ShardingOutcome:

@@ -18,12 +18,10 @@ from ..errors import ConfigError
 from ..export.adapters import parameter_name
 from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
-from ..reports import caller_level, first_of, in_one_line, shown
+from ..reports import first_of, in_one_line, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
-_RANKS = ("r", "init_r", "num_virtual_tokens")
 _BASE = "base_model_name_or_path"
-_MOST_LAYERS = 256  # so many are copied without a tensor for each
 _MOST_RANKS = 1024  # so many are allocated without a tensor of that size
 # What Unsloth adds to a config: how the columns of LoRA's factors lie for a stack of
 # experts, and the same by parameter.
@@ -31,10 +29,8 @@ _LAYOUT_OF_A, _LAYOUT_OF_B = "lora_A_layout", "lora_B_layout"
 _DETAIL = "unsloth_fused_expert_lora"
 _BY_RANK = "rank_major"  # PEFT's own: of each rank the columns of all experts
 _BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
-_LAYOUTS = {_LAYOUT_OF_A: [_BY_EXPERT], _LAYOUT_OF_B: [_BY_RANK, _BY_EXPERT]}
 # one of a list of experts, as transformers had them before it put them in stacks
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_UNCONVERTED = ", and PEFT converts no adapter of this model: merge with the transformers that trained"
 _NO_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -102,50 +98,24 @@ def read_adapter(folder: Path) -> SavedAdapter:
         raise ConfigError(
             f"{os.fspath(path)!r}: {_BASE}: expected a name or a path, found {shown(named)}"
         )
-    _refuse_larger(saved)
+
+    # PEFT allocates what the config says before anything is compared
+    rank = saved.config.get("r")
+    sizes = [_MOST_RANKS]
+    for stored in saved.tensors.values():
+        sizes += stored.shape
+    if isinstance(rank, (int, float)) and rank > max(sizes):
+        raise ConfigError(
+            f"{saved.name} has a rank of {shown(rank)}, and no such tensor"
+        )
+
     _refuse_unknown_keys(saved)
     _layout_of(saved, "")
     return saved
 
 
-def _refuse_larger(saved: SavedAdapter) -> None:
-    """Raise for layers and ranks that no tensor has: they would be made before anything is compared."""
-    ranges = saved.config.get("layer_replication") or ()
-    most = max(_MOST_LAYERS, len(saved.tensors))
-    try:
-        num_layers = sum(end - start for start, end in ranges)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the config of {saved.name}: layer_replication: expected pairs of layer numbers, found {shown(ranges)}"
-        ) from error
-
-    if num_layers > most or len(ranges) > most:
-        raise ConfigError(
-            f"the config of {saved.name} replicates layers into {num_layers:,} (layer_replication), and its "
-            f"{len(saved.tensors):,} tensors are of no such model"
-        )
-
-    ranks = [saved.config.get(key) for key in _RANKS]
-    by_layer = saved.config.get("rank_pattern")
-    if isinstance(by_layer, dict):
-        ranks += by_layer.values()
-
-    sizes = [_MOST_RANKS]
-    for stored in saved.tensors.values():
-        sizes += stored.shape
-
-    for rank in ranks:
-        if isinstance(rank, (int, float)) and rank > max(sizes):
-            raise ConfigError(
-                f"{saved.name} has a rank of {shown(rank)}, and no such tensor"
-            )
-
-
 def _refuse_unknown_keys(saved: SavedAdapter) -> None:
-    """Name what the installed PEFT would pass over.
-
-    Raise where it may change what the adapter computes.
-    """
+    """Raise for what the installed PEFT would pass over, though it may change what the adapter computes."""
     import peft
 
     peft_type = str(saved.config.get("peft_type"))
@@ -157,25 +127,16 @@ def _refuse_unknown_keys(saved: SavedAdapter) -> None:
 
     known = {field.name for field in dataclasses.fields(config_class)}
     known.update(["peft_version", _LAYOUT_OF_B, _DETAIL])
-    unknown = [key for key in saved.config if key not in known]
-    said = [
-        f"{key}: {shown(saved.config[key])}"
-        for key in unknown
-        if saved.config[key] not in _NO_VALUES
-    ]
+    said = []
+    for key, value in saved.config.items():
+        if key not in known and value not in _NO_VALUES:
+            said.append(f"{key}: {shown(value)}")
+
     if said:
         raise ConfigError(
             f"the config of {saved.name} says what PEFT {peft.__version__} does not know, and what it computes may "
             f"depend on it ({first_of(said)}): install the PEFT that wrote it "
             f"({shown(saved.config.get('peft_version'))}), or take out what is only a note"
-        )
-
-    if unknown:
-        warnings.warn(
-            f"the config of {saved.name} has keys without a value that PEFT {peft.__version__} does not know: "
-            f"{first_of(sorted(unknown))}",
-            UserWarning,
-            stacklevel=caller_level(),
         )
 
 
@@ -185,24 +146,17 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
     Raise `ConfigError` where it is a way that is not known.
     """
     detail: Any = saved.config.get(_DETAIL) or {}
-    try:
-        fields = detail.get("parameters", {}).get(parameter, saved.config)
-        layouts = {
-            _LAYOUT_OF_A: detail.get(_LAYOUT_OF_A, _BY_EXPERT),
-            _LAYOUT_OF_B: fields.get(_LAYOUT_OF_B, _BY_RANK),
-        }
-    except AttributeError:  # a part of it is no object
-        layouts = {_LAYOUT_OF_A: detail}
+    fields = detail.get("parameters", {}).get(parameter, saved.config)
+    of_a = detail.get(_LAYOUT_OF_A, _BY_EXPERT)
+    of_b = fields.get(_LAYOUT_OF_B, _BY_RANK)
+    if of_a != _BY_EXPERT or of_b not in (_BY_RANK, _BY_EXPERT):
+        raise ConfigError(
+            f"the config of {saved.name} says {_LAYOUT_OF_A}: {shown(of_a)} and {_LAYOUT_OF_B}: {shown(of_b)}; "
+            f"expected {_BY_EXPERT!r} of the first, and that or {_BY_RANK!r} of the second: how it lays out experts is "
+            "not known, so it cannot be merged"
+        )
 
-    for key, layout in layouts.items():
-        if layout not in _LAYOUTS[key]:
-            expected = " or ".join(map(repr, _LAYOUTS[key]))
-            raise ConfigError(
-                f"the config of {saved.name} says {key}: {shown(layout)}; expected {expected}: how it lays out "
-                "experts is not known, so it cannot be merged"
-            )
-
-    return str(layouts[_LAYOUT_OF_B])
+    return str(of_b)
 
 
 def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
@@ -217,21 +171,12 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
     names_before = getattr(model, "_checkpoint_conversion_mapping", None)
     _refuse_unknown_stacks(model, saved)
     _refuse_other_codes(model, saved)
-    older = _names_of_single_experts(model, saved)
-    if older and any(map(is_quantized_layer, model.modules())):
-        raise ConfigError(
-            f"{older}, unquantized: merge with the transformers that trained"
-        )
-
+    _refuse_single_experts(model, saved)
     with warnings.catch_warnings():
         # the comparison below names them
         warnings.filterwarnings("ignore", r"Found missing adapter keys", UserWarning)
-        # named by `read_adapter`
+        # of Unsloth's keys
         warnings.filterwarnings("ignore", r"Unexpected keyword arguments", UserWarning)
-        # said of patterns that PEFT itself makes for stacks, and that it applies
-        warnings.filterwarnings(
-            "ignore", r"The following \w+_pattern keys .*gate_up_proj", RuntimeWarning
-        )
         try:
             adapted: Any = PeftModel.from_pretrained(model, folder)
             given = peft.load_peft_weights(folder, "cpu", key_mapping=names_before)
@@ -242,8 +187,6 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             if loaded.unexpected_keys:  # what PEFT itself writes beside the adapter
                 written = get_peft_model_state_dict(adapted, save_embedding_layers=True)
         except Exception as error:  # whatever PEFT raises, the adapter does not fit
-            if older:
-                raise ConfigError(f"{older}{_UNCONVERTED}") from error
             said = in_one_line(error).removesuffix(".")
             raise ConfigError(
                 f"{saved.name} does not fit the base: {said}; give the base that was trained on, if this is another"
@@ -264,8 +207,6 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
         elif there is not None and not is_there:
             lost.append(name)
 
-    if unread and older:
-        raise ConfigError(f"{older}{_UNCONVERTED}")
     if unread:
         raise _no_place(saved, unread)
 
@@ -330,11 +271,14 @@ def _no_place(saved: SavedAdapter, names: list[str]) -> ConfigError:
     )
 
 
-def _names_of_single_experts(model: nn.Module, saved: SavedAdapter) -> str:
-    """Say which names are of layers of single experts, where the base has stacks of them; ``""`` where none are."""
-    modules = {fqn for fqn, _ in model.named_modules()}
-    if not any(fqn.endswith(".experts") for fqn in modules):
-        return ""
+def _refuse_single_experts(model: nn.Module, saved: SavedAdapter) -> None:
+    """Raise for factors of single experts where the base has stacks of experts beside quantized layers.
+
+    The transformers that trained had a quantized layer for each expert; the stacks are not quantized.
+    """
+    modules = dict(model.named_modules())
+    if not any(map(is_quantized_layer, modules.values())):
+        return
 
     names = []
     for name in saved.tensors:
@@ -342,13 +286,11 @@ def _names_of_single_experts(model: nn.Module, saved: SavedAdapter) -> str:
         if _EXPERT.search(fqn) and fqn not in modules:
             names.append(name)
 
-    if not names:
-        return ""
-
-    return (
-        f"{saved.name} has names of an older transformers ({first_of(sorted(names))}), which had layers for each "
-        "expert: the installed one has them in stacks"
-    )
+    if names:
+        raise ConfigError(
+            f"{saved.name} has names of an older transformers ({first_of(sorted(names))}), which had layers for each "
+            "expert: the installed one has them in stacks, unquantized: merge with the transformers that trained"
+        )
 
 
 def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
@@ -360,6 +302,7 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
         return
 
     version = saved.config.get("peft_version")
+    numbers = [int(text) for text in re.findall(r"\d+", str(version))[:3]]
     origin = saved.config.get("auto_mapping")
     is_unsloths = isinstance(origin, dict) and "unsloth_fixed" in origin
     is_told = _LAYOUT_OF_B in saved.config or _DETAIL in saved.config
@@ -377,19 +320,12 @@ def _refuse_unknown_stacks(model: nn.Module, saved: SavedAdapter) -> None:
 
         module = model.get_submodule(stack.rpartition(".")[0])
         is_transposed = bool(getattr(module, "is_transposed", False))
-        then = _exchanges(version, is_transposed)
-        if then != _exchanges(peft.__version__, is_transposed):
+        # The second dimension of a stack was taken for its output by 0.19.0 where it is transposed, before that never,
+        # and since then where it is not.
+        is_alike = numbers > [0, 19, 0] or (numbers < [0, 19, 0] and is_transposed)
+        if not is_alike:
             raise ConfigError(
                 f"{saved.name} is on the stack of experts {stack}, where PEFT {version or 'before 0.18'}, which "
                 f"saved it, takes its input for its output, other than the installed PEFT {peft.__version__}: "
                 "merge with the PEFT that saved it (peft_version in adapter_config.json)"
             )
-
-
-def _exchanges(version: Any, is_transposed: bool) -> bool:
-    """Return whether a version of PEFT takes the second dimension of a stack for its output, not for its input."""
-    numbers = [int(text) for text in re.findall(r"\d+", str(version))[:3]]
-    if numbers < [0, 19, 0]:
-        return False
-
-    return is_transposed == (numbers == [0, 19, 0])

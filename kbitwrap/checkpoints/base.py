@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import operator
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import StrPath
 from ..errors import ConfigError
@@ -37,18 +35,12 @@ from ..model.quantization import (
     is_of_another_library,
     is_quantized_parameter,
 )
-from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter, vocabulary_layers, with_adapter
 from .base_quantization import OF_BASE, QUANTIZATION, UNKNOWN, BaseQuantization
-from .reader import (
-    StoredTensor,
-    load_manifest,
-    recorded_shapes,
-    saved_manifest,
-)
+from .reader import StoredTensor, recorded_shapes
 from .sides import files_of_base, original_tensors
 
 # The classes of tasks whose head is not the base's own.
@@ -59,7 +51,6 @@ _TASKS = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _IN_CACHE = "models--"  # begins the name of a repository's folder in the hub's cache
-_MAX_NEW_ROWS = 1 << 20  # more would be allocated before anything is compared
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -75,8 +66,6 @@ class TrainedBase:
         check: Its comparison with the manifest, which is not finished.
         unexpected: The tensors in its files that the class does not build, such as a
             block for the prediction of several tokens, by name.
-        has_codes: Whether some of those are quantized, as the base is.
-        contradiction: Why those are no part of what was trained, or ``""``.
     """
 
     source: str
@@ -84,20 +73,6 @@ class TrainedBase:
     unknown: Mapping[str, int]
     check: BaseCheck | None
     unexpected: Mapping[str, StoredTensor]
-    has_codes: bool
-    contradiction: str
-
-    def unexpected_parts(self) -> list[str]:
-        """Return the parts that the unexpected tensors are of: the shortest names that none of the model's has."""
-        modules = [name for name, _ in self.model.named_modules()]
-        parts: dict[str, None] = {}
-        for name in self.unexpected:
-            for part in itertools.accumulate(name.split("."), join):
-                if not any(fqn.startswith(part) for fqn in modules):
-                    break
-            parts[part] = None
-
-        return [*parts]
 
     def finish_check(self) -> None:
         """Compare what was pending with the manifest, after it was read.
@@ -125,14 +100,6 @@ def load_base(
     weights are read. Who lets them be, reads them, and calls ``finish_check`` then.
     """
     config = read_config(source, trust_remote_code)
-    layer_types = getattr(config.get_text_config(), "layer_types", None)
-    if layer_types and saved is not None and saved.config.get("layer_replication"):
-        raise ConfigError(
-            f"{saved.name} replicates layers (layer_replication), and the config of {os.fspath(source)!r} lists "
-            f"{len(layer_types)} (layer_types), to which PEFT adds none: a model with more layers than that cannot be "
-            "saved"
-        )
-
     if quantization.source == UNKNOWN:
         raise ConfigError(
             f"it is not known how the base {os.fspath(source)!r} was quantized in training: its config says nothing; "
@@ -143,7 +110,12 @@ def load_base(
     if quantization.config and quantization.source != OF_BASE:
         settings = {**quantization.config}
 
-    shapes = {} if saved is None else _shapes_in(saved)
+    # of the base's tensors that the adapter holds whole, and of the adapter's own
+    shapes: dict[str, tuple[int, ...]] = {}
+    if saved is not None:
+        for name, stored in saved.tensors.items():
+            shapes[canonical_fqn(name)] = stored.shape
+
     if manifest is not None:
         shapes.update(recorded_shapes(manifest))
         dtype = dtype or manifest.model.dtype
@@ -165,16 +137,22 @@ def load_base(
         if saved is not None and manifest is None:
             settings = _skipping(settings, meta, saved)
 
-    options = class_name, trust_remote_code, num_labels
     is_pending = may_be_pending and torch.device(device).type == "cpu"
-    if is_pending:
-        is_pending = _is_read_as_it_is(source, config, settings, dtype)
+    if settings is None or is_of_another_library(settings):
+        is_pending = False
+    if (
+        is_pending
+    ):  # weights of another dtype would be converted before, and all be in memory
+        tensors = original_tensors(source).values()
+        largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
+        wanted = find_dtype(dtype) or dtype or config.dtype
+        is_pending = largest is not None and largest.dtype == wanted
+
+    options = class_name, trust_remote_code, num_labels
     model, missing = load_pretrained(
         source, settings, dtype, device, *options, is_pending=is_pending
     )
 
-    unexpected = _unexpected_tensors(source, model)
-    num_rows = _num_rows(model)
     unknown = dict.fromkeys(missing, 0)
     unknown.update(_resize(model, shapes))
     for fqn, start in unknown.items():
@@ -189,26 +167,21 @@ def load_base(
     ):
         check = BaseCheck(manifest, model, unknown)
 
-    contradiction = _contradiction(model, own_classes, num_rows, unexpected)
-    dtypes = {stored.dtype for stored in unexpected.values()}
-    return TrainedBase(
-        os.fspath(source),
-        model,
-        unknown,
-        check,
-        unexpected,
-        quantization.source == OF_BASE and not dtypes <= {*HALF_DTYPES, torch.float32},
-        contradiction,
-    )
+    unexpected = _unexpected_tensors(source, model, own_classes)
+    return TrainedBase(os.fspath(source), model, unknown, check, unexpected)
 
 
-def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
+def _unexpected_tensors(
+    source: StrPath, model: Any, own_classes: Any
+) -> dict[str, StoredTensor]:
     """Find the tensors in the files of a base that a model of it has no place for, by name.
 
-    Of a model that is a part of the base, those of other parts are not among them.
+    Of a model that is a part of the base, those of other parts are not among them. A
+    model for another task has a head in the place of what else the base has.
     """
     checkpoint = files_of_base(source)
-    if checkpoint is None:
+    is_own = not own_classes or type(model).__name__ in own_classes
+    if checkpoint is None or not (is_own or model.can_generate()):
         return {}
 
     tensors = checkpoint.tensors
@@ -220,58 +193,12 @@ def _unexpected_tensors(source: StrPath, model: Any) -> dict[str, StoredTensor]:
     return {name: tensors[name] for name in names}
 
 
-def _contradiction(
-    model: Any,
-    own_classes: Any,
-    num_rows: set[int],
-    unexpected: Mapping[str, StoredTensor],
-) -> str:
-    """Say why tensors that a model has no place for do not belong to it; ``""`` where they do.
+def named_base(saved: SavedAdapter) -> str:
+    """Return the base that an adapter's config names.
 
-    A model that generates text is a part of one that does, too.
-    """
-    name = type(model).__name__
-    is_told = isinstance(own_classes, list) and bool(own_classes)
-    if is_told and name not in own_classes and not model.can_generate():
-        return f"what was trained is a {name}, and the base a {own_classes[0]}"
-
-    resized = num_rows - _num_rows(model)
-    for stored in unexpected.values():
-        if resized.intersection(stored.shape[:1]):
-            return f"the run resized the vocabulary of {min(resized)} rows"
-
-    return ""
-
-
-def _is_read_as_it_is(
-    source: StrPath, config: Any, settings: dict[str, Any] | None, dtype: Any
-) -> bool:
-    """Return whether bitsandbytes is to quantize weights that the files hold in the dtype of the run.
-
-    Others would be converted before, and all be in memory.
-    """
-    if settings is None or is_of_another_library(settings):
-        return False
-
-    num_bytes: Counter[torch.dtype] = Counter()
-    for tensor in original_tensors(source).values():
-        num_bytes[tensor.dtype] += tensor.nbytes
-
-    wanted = find_dtype(dtype) or dtype or config.dtype
-    return max(num_bytes, key=num_bytes.__getitem__, default=None) == wanted
-
-
-def named_base(saved: SavedAdapter, manifest: Manifest | StrPath | None) -> str:
-    """Return the base that an adapter's config names, or else its manifest.
-
-    Raise `ConfigError` where neither does.
+    Raise `ConfigError` where it names none.
     """
     name = saved.config.get("base_model_name_or_path")
-    if not name:
-        given = None if manifest is None else load_manifest(manifest)
-        record = given or saved_manifest(saved.folder)
-        name = None if record is None else record.model.name_or_path
-
     if not name:
         raise ConfigError(
             f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "
@@ -304,25 +231,6 @@ def name_of_base(source: str) -> str:
             return part.rpartition("--")[2]
 
     return os.path.basename(os.path.abspath(source))
-
-
-def _shapes_in(saved: SavedAdapter) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the base's tensors that an adapter holds whole, or has LoRA's factors of."""
-    shapes = {}
-    for name, stored in saved.tensors.items():
-        shapes[canonical_fqn(name)] = stored.shape
-
-    for name, shape in [*shapes.items()]:
-        module, _, factor = name.partition(".lora_")
-        weight = f"{module}.weight"
-        if factor == "B.weight":  # (outputs, rank), beside (rank, inputs)
-            inputs = shapes.get(f"{module}.lora_A.weight", ())
-            shapes[weight] = shape[:1] + inputs[1:]
-        elif factor == "embedding_A":  # (rank, rows), beside (features, rank)
-            features = shapes.get(f"{module}.lora_embedding_B", ())
-            shapes[weight] = shape[1:] + features[:1]
-
-    return shapes
 
 
 def load_adapted(
@@ -379,48 +287,39 @@ def adapted_base(base: TrainedBase, saved: SavedAdapter) -> nn.Module:
     tensors = {fqn: operator.attrgetter(fqn)(base.model) for fqn in base.unknown}
     adapted = with_adapter(base.model, saved)
     for fqn, tensor in tensors.items():
-        start = base.unknown[fqn]
+        start, num_rows = base.unknown[fqn], len(tensor)
         rows = tensor.data[start:]
-        if rows.isnan().any():  # no adapter brought them
-            _refuse_in_use(tensor, start, adapted, base, saved)
-            rows.zero_()
-
-    return adapted
-
-
-def _refuse_in_use(
-    tensor: Tensor,
-    start: int,
-    adapted: nn.Module,
-    base: TrainedBase,
-    saved: SavedAdapter,
-) -> None:
-    """Raise where a model computes with rows of a parameter that the base's files lack.
-
-    It does not where PEFT wrapped the module, and an adapter's own rows replace them.
-    """
-    num_rows = len(tensor)
-    for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        parts = name.split(".")
-        if parameter is not tensor or "original_module" in parts:
+        if not rows.isnan().any():  # the adapter brought them
             continue
 
-        replaced: set[int] = set()
-        if parts[-2:-1] == ["base_layer"]:
-            wrapper = adapted.get_submodule(".".join(parts[:-2]))
-            replaced.update(*vars(wrapper).get("token_indices", {}).values())
-        if not replaced.issuperset(range(start, num_rows)):
-            raise ConfigError(
-                f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has {start}, "
-                f"and {saved.name} does not hold the new ones: give the base that training began with, as "
-                f"save_pretrained writes it after model.resize_token_embeddings({num_rows})"
-            )
+        # Nothing computes with them where PEFT put a copy in their place, or the adapter's own rows.
+        for name, parameter in adapted.named_parameters(remove_duplicate=False):
+            parts = name.split(".")
+            if parameter is not tensor or "original_module" in parts:
+                continue
+            replaced: set[int] = set()
+            if parts[-2:-1] == ["base_layer"]:
+                wrapper = adapted.get_submodule(".".join(parts[:-2]))
+                replaced.update(*vars(wrapper).get("token_indices", {}).values())
+            if not replaced.issuperset(range(start, num_rows)):
+                raise ConfigError(
+                    f"{canonical_fqn(name)} had {num_rows} rows in training, where the base {base.source!r} has "
+                    f"{start}, and {saved.name} does not hold the new ones: give the base that training began with, as "
+                    f"save_pretrained writes it after model.resize_token_embeddings({num_rows})"
+                )
+        rows.zero_()
+
+    return adapted
 
 
 def _class_name(
     config: Any, saved: SavedAdapter | None, manifest: Manifest | None
 ) -> str | None:
-    """Return the class that was trained, where it is another than the base's config names."""
+    """Return the class that was trained, where it is another than the base's config names.
+
+    The manifest says it, or else the adapter's task, or else the names in the adapter's
+    file: they may be of the text part of a composite model, or of a model without its head.
+    """
     import transformers
 
     if manifest is not None:
@@ -431,19 +330,11 @@ def _class_name(
         return None
 
     auto_class = _TASKS.get(str(saved.config.get("task_type")))
-    if auto_class is None:
-        return _class_by_names(config, saved)
+    if auto_class is not None:
+        names = [cls.__name__ for cls in classes_of(auto_class, config)]
+        own = [name for name in names if name in (config.architectures or ())]
+        return next(iter(own + names), None)
 
-    names = [cls.__name__ for cls in classes_of(auto_class, config)]
-    own = [name for name in names if name in (config.architectures or ())]
-    return next(iter(own + names), None)
-
-
-def _class_by_names(config: Any, saved: SavedAdapter) -> str | None:
-    """Find the class whose modules the names in an adapter are of, where these are not of the config's own.
-
-    It may be the text part of a composite model, or a model without its head.
-    """
     modules = set()
     for fqn in saved.held:
         modules.add((fqn.rpartition(".")[0], fqn.rsplit(".", 2)[0]))
@@ -511,9 +402,10 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
     Return the parameters that got rows, and the first of these.
     """
-    sizes = _num_rows(model)
+    sizes = set()
     wanted = set()
     for fqn, parameter in _vocabulary(model).items():
+        sizes.add(len(parameter))
         shape = shapes.get(fqn, parameter.shape)
         if shape[1:] == parameter.shape[1:]:
             wanted.add(shape[0])
@@ -524,20 +416,8 @@ def _resize(model: Any, shapes: _Shapes) -> dict[str, int]:
 
     size = changed.pop()
     num_rows = min(sizes)
-    if not 0 < size <= num_rows + _MAX_NEW_ROWS:
-        raise ConfigError(
-            f"the manifest or the adapter says that the vocabulary had {size} rows in training, where the base has "
-            f"{num_rows}: expected at least one, and at most {_MAX_NEW_ROWS} new ones; give the base and the adapter "
-            "of one run"
-        )
-
     model.resize_token_embeddings(size, mean_resizing=False)
     return dict.fromkeys(_vocabulary(model), num_rows) if size > num_rows else {}
-
-
-def _num_rows(model: Any) -> set[int]:
-    """Return the numbers of rows that a model's embeddings and head have."""
-    return {len(parameter) for parameter in _vocabulary(model).values()}
 
 
 def _vocabulary(model: Any) -> dict[str, nn.Parameter]:

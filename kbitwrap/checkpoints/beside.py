@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import json
 import os
 import re
 import shutil
@@ -35,22 +34,19 @@ _OF_OTHERS = (
 # of tools.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
 _TEMPLATES = "additional_chat_templates/"
-_SETTINGS = "tokenizer_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _VOCABULARY = "tokenizer.json"
-# The files that are read together: where an adapter has one of them, a base's are of
-# another tokenizer.
-_TOGETHER = (
-    (_SETTINGS, "special_tokens_map.json", "added_tokens.json"),
-    ("chat_template.jinja", "chat_template.json", _TEMPLATES),
-    PROCESSOR_FILES,
-)
-# The modules that sentence-transformers puts after a model, in folders.
-_MODULES = "modules.json"
+# A vocabulary as other programs read it, which transformers does not write again.
+_OF_OTHER_PROGRAMS = ("tokenizer.model", "tekken.json")
+# The files of sentence-transformers beside a model, and the folders of the modules that
+# it puts after a model, which have weights of their own.
 _OF_SENTENCES = (
-    _MODULES,
+    "modules.json",
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
 )
+_MODULE = re.compile(r"\d+_\w+/")
+_MODULES_ON_HUB = "[0-9]*_*/*"
 Files = Mapping[str, Path]
 """Files by their names, relative to a folder."""
 
@@ -82,85 +78,65 @@ def why_not_followed(path: Path, home: Path) -> str:
 def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]:
     """Find the files to copy beside a merge's weights, and name those of the base that are left behind.
 
-    All of the base's are copied that are no weights. What lies beside the adapter wins.
+    All of the base's are copied that are no weights. A tokenizer, or a processor, that
+    lies beside the adapter takes the place of the base's, but for the files that only
+    other programs read, as long as the vocabulary is the same.
     """
     home = _with_small_files(base)
     of_base, left = _files_in(home) if home is not None else ({}, [])
-    of_adapter: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     if adapter is not None:
         found, _ = _files_in(adapter)
-        read = (_TEMPLATES, *_folders_of_modules(found))
         for name, path in found.items():
-            is_read = is_of_a_tokenizer(name) or name.startswith(read)
+            is_read = _is_of_a_tokenizer(name) or bool(_MODULE.match(name))
             if is_read or name in of_base or name in _OF_SENTENCES:
-                of_adapter[name] = path
+                files[name] = path
 
-    # the beginnings of the names that files of the base must not have beside those
-    replaced: list[str] = []
-    for kind in _TOGETHER:
-        if any(name.startswith(kind) for name in of_adapter):
-            replaced += kind
-    settings = of_adapter.get(_SETTINGS)
-    if settings is not None and read_json(settings).get("chat_template"):
-        replaced += _TOGETHER[1]
-    has_both = _VOCABULARY in of_base and _VOCABULARY in of_adapter
-    if has_both and _vocabulary_in(of_base) != _vocabulary_in(of_adapter):
-        names = {name for name in of_base if is_of_a_tokenizer(name)}
-        replaced += names.difference(*_TOGETHER[1:])
-
-    files = dict(of_adapter)
-    for name, path in of_base.items():
-        if name not in files and name.startswith(tuple(replaced)):
+    has_tokenizer = _TOKENIZER_CONFIG in files
+    has_both = _VOCABULARY in of_base and _VOCABULARY in files
+    has_other_vocabulary = has_both and _vocabulary_in(of_base) != _vocabulary_in(files)
+    has_processor = any(name in files for name in PROCESSOR_FILES)
+    for name in of_base.keys() - files.keys():
+        is_replaced = has_tokenizer and _is_of_a_tokenizer(name)
+        if name in _OF_OTHER_PROGRAMS:
+            is_replaced = has_other_vocabulary
+        if name in PROCESSOR_FILES:
+            is_replaced = has_processor
+        if is_replaced:
             left.append(name)
         else:
-            files.setdefault(name, path)
+            files[name] = of_base[name]
 
     return files, sorted(left)
-
-
-def _files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Find the files of a folder that may lie beside other weights, and name those that may not."""
-    files: dict[str, Path] = {}
-    left: list[str] = []
-    weights = {}
-    for path in walk_files(folder):
-        name = path.relative_to(folder).as_posix()
-        if name in _WRITTEN or path.name.startswith("."):
-            continue
-        if any(fnmatch(path.name, pattern) for pattern in _WEIGHTS):
-            weights[name] = path
-        elif why_not_followed(path, folder) or path.name in _OF_OTHERS:
-            left.append(name)
-        elif path.is_file():
-            files[name] = path
-
-    modules = tuple(_folders_of_modules(files))
-    for name, path in weights.items():
-        if name.startswith(modules) and not why_not_followed(path, folder):
-            files[name] = path
-
-    return files, left
-
-
-def _folders_of_modules(files: Files) -> list[str]:
-    """Return the folders of the modules after a model, which have weights of their own."""
-    path = files.get(_MODULES)
-    if path is None:
-        return []
-
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        found = [module["path"] for module in modules if module["path"]]
-    except (OSError, ValueError, LookupError, TypeError):  # it is of another tool
-        return []
-
-    return [f"{name}/" for name in found if isinstance(name, str)]
 
 
 def _vocabulary_in(files: Files) -> Any:
     """Read the vocabulary of a ``tokenizer.json``, without the tokens that were added to it."""
     model = read_json(files[_VOCABULARY]).get("model")
     return model.get("vocab") if isinstance(model, dict) else None
+
+
+def _is_of_a_tokenizer(name: str) -> bool:
+    return is_of_a_tokenizer(name) or name.startswith(_TEMPLATES)
+
+
+def _files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Find the files of a folder that may lie beside other weights, and name those that may not."""
+    files: dict[str, Path] = {}
+    left: list[str] = []
+    for path in walk_files(folder):
+        name = path.relative_to(folder).as_posix()
+        is_weights = any(fnmatch(path.name, pattern) for pattern in _WEIGHTS)
+        if is_weights and not _MODULE.match(name):
+            continue
+        if name in _WRITTEN or path.name.startswith("."):
+            continue
+        if why_not_followed(path, folder) or path.name in _OF_OTHERS:
+            left.append(name)
+        elif path.is_file():
+            files[name] = path
+
+    return files, left
 
 
 def _with_small_files(base: StrPath) -> Path | None:
@@ -172,14 +148,10 @@ def _with_small_files(base: StrPath) -> Path | None:
 
     try:
         name = os.fspath(base)
-        folder = Path(snapshot_download(name, ignore_patterns=[*_WEIGHTS, ".*"]))
-        modules = _folders_of_modules({_MODULES: folder / _MODULES})
-        if modules:
-            snapshot_download(name, allow_patterns=modules)
+        snapshot_download(name, allow_patterns=_MODULES_ON_HUB)
+        return Path(snapshot_download(name, ignore_patterns=[*_WEIGHTS, ".*"]))
     except (OSError, ValueError):  # no such repository, or nothing of it is here
         return None
-
-    return folder
 
 
 def copy_files(files: Files, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -23,7 +22,6 @@ from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype, parse_dtype
 from .beside import are_copies, copy_files, walk_files, why_not_followed
 from .reader import (
     SavedCheckpoint,
-    has_weights,
     is_trained_copy,
     load_manifest,
     open_checkpoint,
@@ -243,10 +241,6 @@ def _casts_by_reference(
 
     Raise where a float32 tensor has another shape than that of its name there.
     """
-    config_path = path / _CONFIG
-    if os.path.isdir(path) and not has_weights(path) and config_path.is_file():
-        path = config_path
-
     if path.suffix == ".json":
         reference = SavedCheckpoint(path, path.parent, [], {}, None, read_json(path))
     else:

@@ -12,7 +12,7 @@ from torch import nn
 from ..config import QuantKind, StrPath
 from ..errors import ConfigError
 from ..preparation.process import plain_mode
-from . import doctor_base, doctor_merge, doctor_run, doctor_updates
+from . import doctor_base, doctor_merge, doctor_run
 from .doctor_report import Checks, DoctorReport, Examination, Finding
 from .doctor_subjects import (
     Adapter,
@@ -31,12 +31,9 @@ __all__ = ["DoctorReport", "Finding", "doctor"]
 # The checks of each kind of subject (`doctor_subjects`), by the names of their lines.
 _CHECKS: Mapping[type, Checks] = {
     Folder: {
-        "newest checkpoint": doctor_run.newest_checkpoint,
         "files": doctor_run.files,
         "optimizer": doctor_run.optimizer,
-        "lost updates": doctor_updates.lost_updates,
         "trainer state": doctor_run.trainer_state,
-        "tokenizer": doctor_run.tokenizer,
         "lora_B": doctor_run.lora_b,
         "merge": doctor_merge.unmeasured_merge,
     },
@@ -46,22 +43,17 @@ _CHECKS: Mapping[type, Checks] = {
         "merge": doctor_merge.unmeasured_merge,
     },
     Adapter: {
-        "adapter config": doctor_run.adapter_config,
         "adapter values": doctor_run.adapter_values,
-        "adapter dtypes": doctor_run.adapter_dtypes,
     },
     Base: {
         "scales": doctor_base.scales,
         "dtypes": doctor_base.dtypes,
-        "generation config": doctor_base.generation_config,
         "ties": doctor_base.ties,
-        "experts": doctor_base.experts,
         "layers": doctor_base.layers,
     },
 }
 # The base of a run is compared, and may be loaded, once.
 _OF_THE_NEWEST_FOLDER: Checks = {
-    "devices": doctor_base.devices,
     "base": doctor_base.recorded_base,
     "dequantized base": doctor_merge.dequantized_base,
 }

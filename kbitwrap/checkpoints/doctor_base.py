@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from ..errors import ManifestMismatchError
@@ -29,23 +27,6 @@ _NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepar
 # ----------------------------------------------------------------------------------------------------
 # What a manifest or a preparation records.
 # ----------------------------------------------------------------------------------------------------
-
-
-def devices(folder: Folder) -> Finding | None:
-    """Check whether one process left devices idle that it saw."""
-    manifest = folder.manifest
-    if manifest is None:
-        return None
-
-    evidence = f"world_size is {manifest.world_size}, and {manifest.visible_devices} devices were visible"
-    if manifest.world_size == 1 and manifest.visible_devices > 1:
-        return fault(
-            "visible devices were idle",
-            evidence,
-            "start the script by torchrun or accelerate launch",
-        )
-
-    return fine(evidence)
 
 
 def recorded_base(folder: Folder) -> Finding | None:
@@ -135,7 +116,7 @@ def scales(base: Base) -> Finding | None:
             "load the base again, and save it before it runs in eval mode there, or by export",
         )
 
-    if base.are_scales_hidden:
+    if base.transposed is None:
         return not_measured(
             "whether scales lie in the order of their 4-bit weights",
             "the weights are repacked for this CPU now, which hides it: examine a folder, or load the base again",
@@ -159,32 +140,10 @@ def dtypes(base: Base) -> Finding | None:
     if not base.is_all_float32:
         return fine("no float32 that the architecture does not load")
 
-    told = "and no config says otherwise"
-    if base.dtype == torch.float32:
-        told = "as the config says"
-
     return not_measured(
         "whether a preparation left float32",
-        f"all is float32, {told}; if the original was half: `kbitwrap convert --dtype bfloat16`",
+        "all is float32, and nothing says that the original was half; if it was: `kbitwrap convert --dtype bfloat16`",
     )
-
-
-def generation_config(base: Base) -> Finding | None:
-    """Check whether a model that generates does so with its cache, which trainers turn off and leave off."""
-    if not base.use_cache or base.meta is None or not base.meta.can_generate():
-        return None
-
-    # Generation asks the generation config; the model's own, where there is no other.
-    asked = list(base.use_cache)[-1]
-    default = getattr(type(base.meta.config), "use_cache", None)
-    if base.use_cache[asked] is False and default is not False:
-        return fault(
-            "use_cache was left off",
-            f"the config that generation asks says false: {asked}",
-            "set it to true: generation is slow without the cache",
-        )
-
-    return fine("use_cache is not off")
 
 
 def ties(base: Base) -> Finding | None:
@@ -213,68 +172,39 @@ def ties(base: Base) -> Finding | None:
     return fine("; ".join(" = ".join(names) for names in ties))
 
 
-def experts(base: Base) -> Finding | None:
-    """Check whether the experts of a quantized model are quantized, or named by the skip list.
-
-    transformers leaves the stacks of fused experts in half precision, and says nothing.
-    """
-    matrices = _unquantized(base)
-    if matrices is None:
-        return None
-
-    if any("expert" in key for key in _skip_list(base)):
-        matrices = []
-
-    return _quantized("experts", [fqn for fqn in matrices if _EXPERTS.search(fqn)])
-
-
 def layers(base: Base) -> Finding | None:
-    """Check whether the layers of a quantized model are quantized, or named by the skip list.
+    """Check whether the layers and experts of a quantized model are quantized, or named by the skip list.
 
-    A plain layer of the model is one that loading skips; one of a class that its
-    authors derived is never quantized.
+    transformers leaves the stacks of fused experts in half precision, and layers of a
+    class that a model's authors derived, and says nothing. A plain layer that is not
+    quantized is one that loading skips.
     """
-    matrices = _unquantized(base)
-    if matrices is None:
+    if not base.quantization.is_quantized or not base.quantization.casts:
         return None
 
+    skip_list = base.meta.hf_quantizer.modules_to_not_convert or ()
+    others = unexpected_names(base.meta, base.tensors, is_quantized=True)
+    skipped = [f".{key}." for key in (*skip_list, *others)]
+    are_experts_skipped = any("expert" in key for key in skip_list)
     derived = set()
     for fqn, module in base.meta.named_modules():
         is_torchs = type(module).__module__.startswith("torch.")
         if isinstance(module, nn.Linear) and not is_torchs:
             derived.add(f"{fqn}.weight")
 
-    return _quantized("layers", [fqn for fqn in matrices if fqn in derived])
-
-
-def _unquantized(base: Base) -> list[str] | None:
-    """Return the matrices of the model that are not quantized, nor skipped by name.
-
-    ``None`` where nothing should be quantized.
-    """
-    if not base.quantization.is_quantized or not base.quantization.casts:
-        return None
-
-    others = unexpected_names(base.meta, base.tensors, is_quantized=True)
-    skipped = [f".{key}." for key in (*_skip_list(base), *others)]
-    matrices = []
+    left_out = []
     for fqn, tensor in base.tensors.items():
+        is_expert = _EXPERTS.search(fqn) and not are_experts_skipped
         is_matrix = tensor.is_floating_point() and tensor.dim() > 1
-        if is_matrix and not any(key in f".{fqn}." for key in skipped):
-            matrices.append(fqn)
+        is_skipped = any(key in f".{fqn}." for key in skipped)
+        if is_matrix and (is_expert or fqn in derived) and not is_skipped:
+            left_out.append(fqn)
 
-    return matrices
-
-
-def _skip_list(base: Base) -> Sequence[str]:
-    return base.meta.hf_quantizer.modules_to_not_convert or ()
-
-
-def _quantized(kind: str, left_out: Sequence[str]) -> Finding:
     if left_out:
         return fault(
-            f"{kind} are not quantized",
+            "layers are not quantized",
             shown(left_out),
             "quantize them, or name them in llm_int8_skip_modules",
         )
+
     return fine("none is left out")

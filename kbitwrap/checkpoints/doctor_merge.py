@@ -182,9 +182,9 @@ def _differing(
 def _files_of_base(trained: TrainedBase, path: Path) -> Finding | None:
     """Check whether a folder has the tensors in the base's files that the class does not build.
 
-    ``None`` where there are none, or they are no part of what was trained.
+    ``None`` where there are none.
     """
-    if not trained.unexpected or trained.contradiction:
+    if not trained.unexpected:
         return None
 
     stored = open_checkpoint(path).tensors

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
-import zipfile
-from collections.abc import Sequence
-from typing import Any
 
 from ..errors import ConfigError
-from ..model.pretrained import meta_model
-from ..model.wrappers import canonical_fqn
 from ..reports import shown
 from ..tensors.lazy import materialize
-from .adapters import vocabulary_layers
 from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import (
-    OPTIMIZER_NAME,
     Adapter,
     Folder,
     Subject,
-    dtype_names,
     is_numbered,
     numbered_folders,
 )
-from .reader import read_json, recorded_shapes
+from .reader import load_pickled, read_json
 
+_OPTIMIZER_NAME = "optimizer.pt"
 _STATE_NAME = "trainer_state.json"
 # What LoRA initializes with zeros, so that it adds nothing before the first step.
 _ZERO_AT_FIRST = re.compile(r"\.lora_(?:B\.|embedding_A)")
@@ -36,33 +28,6 @@ _WHAT_WAS_TRAINED = "what the optimizer trained"
 # ----------------------------------------------------------------------------------------------------
 # An adapter.
 # ----------------------------------------------------------------------------------------------------
-
-
-def adapter_config(adapter: Adapter) -> Finding | None:
-    """Check whether PEFT can read the config beside a saved adapter.
-
-    Without it the values are of no use: nothing else says to which layers they belong.
-    """
-    from peft import PeftConfig
-
-    if adapter.folder is None:
-        return None
-
-    path = adapter.folder / "adapter_config.json"
-    try:
-        content = read_json(path)
-        method = content["peft_type"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of keys that are newer than PEFT
-            PeftConfig.from_peft_type(**content)
-    except Exception as error:  # whatever PEFT raises for what it cannot read
-        return fault(
-            "an adapter has no config that PEFT can read",
-            f"{path}: {error!r}",
-            "take that of another checkpoint of the run",
-        )
-
-    return fine(f"PEFT reads it: {shown(method)}")
 
 
 def adapter_values(adapter: Adapter) -> Finding:
@@ -96,40 +61,6 @@ def adapter_values(adapter: Adapter) -> Finding:
     return fine(f"{len(adapter.tensors)} tensors are finite")
 
 
-def adapter_dtypes(adapter: Adapter) -> Finding | None:
-    """Check whether an adapter has a dtype of its training, and ``lora_B`` that of ``lora_A`` in the same layer."""
-    tensors = adapter.tensors
-    if not tensors:
-        return None
-
-    dtypes = dtype_names(tensors.values())
-    names = ", ".join(sorted(dtypes))
-    in_training = adapter.trained  # empty where nothing tells it
-    others = []
-    for name, tensor in tensors.items():
-        # the tensor itself, where it is no lora_B
-        lora_a = tensors.get(name.replace(".lora_B.", ".lora_A."), tensor)
-        is_other = in_training and in_training.isdisjoint(dtypes)
-        if is_other or tensor.dtype != lora_a.dtype:
-            others.append(name)
-
-    if others:
-        return fault(
-            "an adapter has another dtype than in training",
-            shown(others),
-            "save it in the dtype of its training",
-        )
-
-    # Saved in float32, it has lost nothing, whatever the dtype of its training was.
-    if not in_training and names != "float32":
-        return not_measured(
-            "the dtype in which the adapter was trained",
-            f"it is saved in {names}, and neither kbitwrap.json nor {OPTIMIZER_NAME} tells",
-        )
-
-    return fine(names)
-
-
 def lora_b(subject: Subject) -> Finding | None:
     """Check whether LoRA adds anything: what it starts at zero is zero no more in some layer of some adapter.
 
@@ -137,14 +68,12 @@ def lora_b(subject: Subject) -> Finding | None:
     reference. A head that was trained beside it does not excuse it: LoRA got no
     gradients.
     """
-    names, beside = [], []
+    names = []
     is_zero = True
     for name, tensor in subject.tensors_of_adapters():
         if _ZERO_AT_FIRST.search(name):
             names.append(name)
             is_zero = is_zero and not materialize(tensor).any()
-        elif ".lora_" not in name:
-            beside.append(name)
 
     if not names:
         return None
@@ -152,13 +81,9 @@ def lora_b(subject: Subject) -> Finding | None:
     if not is_zero:
         return fine(f"not all of {len(names)} are zero")
 
-    evidence = f"LoRA adds nothing: {shown(names)}"
-    if beside:
-        evidence += f"; saved beside it, and not compared: {shown(beside)}"
-
     return fault(
         "lora_B is zero in every layer",
-        evidence,
+        f"LoRA adds nothing: {shown(names)}",
         "train it, and see that it gets gradients",
     )
 
@@ -168,15 +93,6 @@ def lora_b(subject: Subject) -> Finding | None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def newest_checkpoint(folder: Folder) -> Finding | None:
-    """Tell which of the checkpoints in a folder is the newest."""
-    numbered = numbered_folders(folder.path)
-    if not numbered:
-        return None
-
-    return fine(f"{numbered[-1]}, of {len(numbered)}")
-
-
 def files(folder: Folder) -> Finding | None:
     """Check whether the files of adapters, weights and configs can be read."""
     if folder.damaged:
@@ -184,9 +100,6 @@ def files(folder: Folder) -> Finding | None:
 
     if folder.adapters or folder.base is not None:
         return fine("adapters, weights and configs can be read")
-
-    if is_numbered(folder.path) and not _has_optimizer(folder):
-        return _interrupted(folder, "there is neither an adapter nor a model")
 
     return None
 
@@ -212,65 +125,51 @@ def optimizer(folder: Folder) -> Finding | None:
     generators, and its own state last: where one of these is there without it, it was
     lost.
     """
-    found = folder.optimizer
-    if found is None:
-        return _without_optimizer(folder) if is_numbered(folder.path) else None
+    path = folder.path / _OPTIMIZER_NAME
+    if not path.is_file():
+        if not is_numbered(folder.path):
+            return None
+        names = sorted(inside.name for inside in folder.path.iterdir())
+        # FSDP and DeepSpeed save it in shards
+        if any("optimizer" in name or "global_step" in name for name in names):
+            return not_measured(_WHAT_WAS_TRAINED, "it was saved in shards")
+        later = [name for name in names if name.startswith(("scheduler", "rng_state"))]
+        if later:
+            return _interrupted(
+                folder,
+                f"no {_OPTIMIZER_NAME}, and what a Trainer saves after it: {shown(later)}",
+            )
+        return not_measured(
+            _WHAT_WAS_TRAINED, f"no {_OPTIMIZER_NAME}, as save_only_model leaves it out"
+        )
 
-    if found.unreadable:
-        try:
-            # what ``torch.save`` writes last is there: the file is whole
-            is_archive = zipfile.is_zipfile(folder.path / OPTIMIZER_NAME)
-        except zipfile.BadZipFile:  # of bytes that say that there are other volumes
-            is_archive = False
-        if is_archive:
-            return not_measured(_WHAT_WAS_TRAINED, found.unreadable)
-        return _interrupted(folder, found.unreadable)
+    try:
+        num_states = len(load_pickled(path)["state"])
+    except (ConfigError, LookupError, TypeError) as error:
+        why = f"{path}: expected the state of an optimizer: {error}"
+        # of an archive that has no end
+        if isinstance(error.__cause__, (RuntimeError, OSError, EOFError)):
+            return _interrupted(folder, why)
+        return not_measured(_WHAT_WAS_TRAINED, why)
 
     saved = folder.tensors_of_adapters()
     # what computes prompts is not saved
     is_prompt = any(name.startswith("prompt_") for name, _ in saved)
-    counts = f"{found.num_states} states, {len(saved)} saved tensors"
-    if not saved or is_prompt or found.num_states <= len(saved):
+    counts = f"{num_states} states, {len(saved)} saved tensors"
+    if not saved or is_prompt or num_states <= len(saved):
         return fine(counts)
 
-    trained = {tuple(moment.shape) for moment in found.moments}
-    unsaved = trained.difference(tuple(tensor.shape) for _, tensor in saved)
     return fault(
         "the optimizer has a state for parameters that are not the adapter's",
-        f"{counts}; shapes that none of these has: {shown(sorted(unsaved))}",
+        counts,
         "freeze what is not saved, or save it (modules_to_save): what it learned is lost",
     )
-
-
-def _without_optimizer(folder: Folder) -> Finding:
-    """Tell why a checkpoint has no file of an optimizer."""
-    if _has_optimizer(folder):
-        return not_measured(_WHAT_WAS_TRAINED, "it was saved in shards")
-
-    names = [path.name for path in folder.path.iterdir()]
-    later = [name for name in names if name.startswith(("scheduler", "rng_state"))]
-    if later or _STATE_NAME not in names:
-        return _interrupted(
-            folder,
-            f"no {OPTIMIZER_NAME}; of what a Trainer saves after it there is {shown(later)}",
-        )
-
-    return not_measured(
-        _WHAT_WAS_TRAINED, f"no {OPTIMIZER_NAME}, as save_only_model leaves it out"
-    )
-
-
-def _has_optimizer(folder: Folder) -> bool:
-    """Return whether an optimizer was saved, by FSDP and DeepSpeed in shards."""
-    found = [*folder.path.glob("*optimizer*"), *folder.path.glob("global_step*")]
-    return any(path.is_file() or path.is_dir() for path in found)
 
 
 def trainer_state(folder: Folder) -> Finding | None:
     """Check whether the state that a ``Trainer`` writes last can be read, and at which step it was."""
     path = folder.path / _STATE_NAME
-    is_expected = is_numbered(folder.path) and _has_optimizer(folder)
-    if not is_expected and not os.path.lexists(path):
+    if not is_numbered(folder.path) and not os.path.lexists(path):
         return None
 
     try:
@@ -280,87 +179,3 @@ def trainer_state(folder: Folder) -> Finding | None:
         return _interrupted(folder, f"{path}: {error!r}")
 
     return fine(f"step {shown(step)} of {shown(last)}")
-
-
-def tokenizer(folder: Folder) -> Finding | None:
-    """Check whether the embeddings have a row for each id of the tokenizer that was saved beside them.
-
-    A chat template's tokens are added to a tokenizer; where the embeddings were not
-    resized, looking one up fails.
-    """
-    from tokenizers import Tokenizer
-
-    path = folder.path / "tokenizer.json"
-    if not path.is_file():
-        return None
-
-    try:
-        ids = Tokenizer.from_file(os.fspath(path)).get_vocab()
-    except Exception as error:  # it raises nothing more special
-        return _interrupted(
-            folder, f"{path}: expected a tokenizer, found a damaged file: {error}"
-        )
-
-    embeddings = _embeddings(folder)
-    if embeddings is None:
-        return not_measured(
-            "whether the embeddings have a row for each id of the tokenizer",
-            "give base (--base): they are not known from what is saved here",
-        )
-
-    fqn, num_rows = embeddings
-    beyond = [
-        f"{token} ({number})" for token, number in ids.items() if number >= num_rows
-    ]
-    if beyond:
-        return fault(
-            "the tokenizer has more ids than the embeddings have rows",
-            f"{fqn} has {num_rows} rows; ids without one: {shown(beyond)}",
-            "save the model that was resized for this tokenizer, or the model's own tokenizer",
-        )
-
-    return fine(f"{len(ids)} ids, and {fqn} has {num_rows} rows")
-
-
-def _embeddings(folder: Folder) -> tuple[str, int] | None:
-    """Return the name of the input embeddings, and the number of their rows; ``None`` where nothing tells them.
-
-    Those that are saved here count, and else those of the manifest: they were resized or
-    trained. Otherwise the base's own do.
-    """
-    saved = folder.tensors_of_adapters()
-    model: Any = folder.options.base
-    if folder.base is not None:
-        saved += folder.base.tensors.items()
-        model = folder.base.meta
-    elif folder.options.named_base is not None:
-        model = meta_model(model)
-
-    name = "embed_tokens.weight"
-    shapes: dict[str, Sequence[int]] = {}
-    if model is not None:
-        ids: set[int] = set()
-        for layer in vocabulary_layers(model)[:1]:
-            ids.update(map(id, layer.parameters(recurse=False)))
-
-        for fqn, parameter in model.named_parameters():
-            is_table = (
-                parameter.dim() == 2
-            )  # and no kernel that embeds patches of images
-            if id(parameter) in ids and is_table:
-                name = canonical_fqn(fqn)
-                shapes[name] = parameter.shape
-
-        if not shapes:
-            return None
-
-    if folder.manifest is not None:
-        shapes.update(recorded_shapes(folder.manifest))
-    for fqn, tensor in saved:
-        shapes[canonical_fqn(fqn)] = tensor.shape
-
-    for fqn, shape in shapes.items():
-        if fqn.endswith(name):
-            return fqn, shape[0]
-
-    return None

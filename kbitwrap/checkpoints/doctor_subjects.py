@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ from ..model.bitsandbytes_layers import (
 from ..model.checks import refuse_unreadable
 from ..model.pretrained import meta_model
 from ..model.quantization import Quantization, is_quantized_parameter
-from ..model.tree import CONFIG_ATTRIBUTES, ModelTree
+from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn, unwrap
 from ..preparation.preparation import Preparation
-from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
+from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_opened
 from .reader import (
@@ -36,7 +36,6 @@ from .reader import (
     adapter_file,
     expect_file_of_weights,
     has_weights,
-    load_pickled,
     open_checkpoint,
     read_json,
     read_tensors,
@@ -44,11 +43,7 @@ from .reader import (
     tied_names,
 )
 
-OPTIMIZER_NAME = "optimizer.pt"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-# an optimizer's state in the shape of its parameter
-_MOMENTS = ("exp_avg", "state1", "momentum_buffer")
-_MAX_STATE_BYTES = 4096  # of a 4-bit weight's statistics, as JSON
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -82,37 +77,16 @@ class DoctorOptions(NamedTuple):
         return None if isinstance(self.base, nn.Module) else self.base
 
 
-class Optimizer(NamedTuple):
-    """The saved state of an optimizer.
-
-    Attributes:
-        num_states: The number of parameters that have a state.
-        moments: The states that have the shape of their parameter, without values.
-        is_torchs: Whether it is torch's own, whose states have the dtype of the
-            parameter too.
-        unreadable: Why it cannot be read, or ``""``.
-    """
-
-    num_states: int = 0
-    moments: Sequence[torch.Tensor] = ()
-    is_torchs: bool = False
-    unreadable: str = ""
-
-
 class Adapter(NamedTuple):
-    """An adapter, and what is known of its training.
+    """An adapter, saved or live.
 
     Attributes:
         where: Its folder, or the class of the live model.
-        folder: Its folder; ``None`` of a live one.
         tensors: Its tensors, by their names in the file or the live model.
-        trained: The names of its dtypes in training, where they are known.
     """
 
     where: str
-    folder: Path | None
     tensors: Tensors
-    trained: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -126,11 +100,9 @@ class Base:
         ties: The names that the config ties, by group.
         dtype: The dtype that its config names.
         sources: The dtype from which each 4-bit weight was quantized, by fqn.
-        transposed: The 4-bit weights whose scales lie in the order of another layout.
+        transposed: The 4-bit weights whose scales lie in the order of another layout;
+            ``None`` while one is repacked, which hides in which order they lay before.
         left: Float32 that a preparation left; ``None`` where that cannot be told.
-        use_cache: The configs' ``use_cache``, by config; empty while it is prepared.
-        are_scales_hidden: Whether a weight is repacked now, so that nothing tells in which
-            order its scales lay before.
         is_all_float32: Whether nothing says that the original was half.
     """
 
@@ -139,10 +111,8 @@ class Base:
     ties: Sequence[Sequence[str]]
     dtype: torch.dtype | None
     sources: Mapping[str, torch.dtype | None]
-    transposed: Sequence[str]
+    transposed: Sequence[str] | None
     left: Sequence[str] | None
-    use_cache: Mapping[str, Any]
-    are_scales_hidden: bool = False
     is_all_float32: bool = False
 
     @functools.cached_property
@@ -185,13 +155,11 @@ class Folder(Subject):
     Attributes:
         path: The path.
         manifest: The manifest of the run, or ``None``.
-        optimizer: The optimizer in it, or ``None``.
         damaged: Why files of adapters and weights cannot be read.
     """
 
     path: Path
     manifest: Manifest | None
-    optimizer: Optimizer | None
     damaged: Sequence[str]
 
 
@@ -206,11 +174,6 @@ class LiveModel(Subject):
 
     tree: ModelTree
     preparation: Preparation | None
-
-
-def dtype_names(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-    """Return the names of the dtypes of tensors."""
-    return frozenset(dtype_name(tensor.dtype) for tensor in tensors)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -260,39 +223,22 @@ def _read_folder(
     path: Path, options: DoctorOptions, manifest: Manifest | None
 ) -> Folder:
     """Read what there is in a folder of a run: headers alone, but for JSON."""
-    optimizer = None
-    if (path / OPTIMIZER_NAME).is_file():
-        optimizer = _read_optimizer(path / OPTIMIZER_NAME)
-
-    # that of ``default`` is in the folder itself, others in one of their name in it
-    files = {}
-    for place in (path, *path.glob("*/")):
-        file = adapter_file(place)
-        if file is not None and (place == path or not is_numbered(place)):
-            files[place] = file
-
-    trained: dict[str, frozenset[str]] = {}
-    if manifest is not None:
-        for fqn, record in manifest.adapters.items():
-            trained[fqn.rpartition(".")[2]] = frozenset(record.dtypes)
-
-    # torch's own states have the dtypes of the parameters; one of several may be frozen
-    of_states: frozenset[str] = frozenset()
-    if optimizer is not None and optimizer.is_torchs and len(files) == 1:
-        of_states = dtype_names(optimizer.moments)
-
     damaged = []
     adapters = []
-    for place, file in files.items():
-        name = "default" if place == path else place.name
+    # that of ``default`` is in the folder itself, others in one of their name in it
+    for place in (path, *path.glob("*/")):
+        file = adapter_file(place)
+        if file is None or (place != path and is_numbered(place)):
+            continue
         try:
             stored = read_tensors(file)
+            # nothing else says to which layers its tensors belong
+            read_json(place / "adapter_config.json")
         except ConfigError as error:
             damaged.append(str(error))
             continue
         lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
-        dtypes = trained.get(name, of_states)
-        adapters.append(Adapter(str(place), place, lazy, dtypes))
+        adapters.append(Adapter(str(place), lazy))
 
     base = None
     try:
@@ -301,28 +247,7 @@ def _read_folder(
     except ConfigError as error:
         damaged.append(str(error))
 
-    return Folder(
-        str(path), options, adapters, base, path, manifest, optimizer, damaged
-    )
-
-
-def _read_optimizer(path: Path) -> Optimizer:
-    """Read a saved optimizer, whose tensors stay unread."""
-    moments = []
-    try:
-        content = load_pickled(path)
-        states = content["state"].values()
-        for state in states:
-            found = [state.get(key) for key in _MOMENTS]
-            moments += [one for one in found if isinstance(one, torch.Tensor)]
-        is_torchs = any("foreach" in group for group in content["param_groups"])
-    except ConfigError as error:
-        return Optimizer(unreadable=str(error))
-    except (AttributeError, LookupError, TypeError) as error:
-        why = f"{path}: expected the state of an optimizer: {error!r}"
-        return Optimizer(unreadable=why)
-
-    return Optimizer(len(states), moments, is_torchs)
+    return Folder(str(path), options, adapters, base, path, manifest, damaged)
 
 
 def _saved_base(path: Path) -> Base:
@@ -345,16 +270,8 @@ def _saved_base(path: Path) -> Base:
     for weight in sources:
         plain.pop(weight, None)
 
-    left: list[str] = []
-    if set(sources.values()) != {torch.float32}:
-        for tensors in report.leftovers.values():
-            left += tensors
-
-    use_cache = {}
-    for name in CONFIG_ATTRIBUTES:
-        file = checkpoint.folder / f"{name}.json"
-        if file.is_file():
-            use_cache[file.name] = read_json(file).get("use_cache")
+    is_of_float32 = set(sources.values()) == {torch.float32}
+    left = [] if is_of_float32 else [*report.leftovers]
 
     meta = checkpoint.meta_model()
     is_all_float32 = report.half_dtype is None and report.dtypes.keys() == {"float32"}
@@ -366,16 +283,12 @@ def _saved_base(path: Path) -> Base:
         sources,
         transposed,
         left,
-        use_cache,
         is_all_float32=is_all_float32,
     )
 
 
 def _dtype_in_state(stored: StoredTensor) -> torch.dtype | None:
     """Return the dtype from which a 4-bit weight was quantized, by its statistics; ``None`` where these are damaged."""
-    if stored.num_bytes >= _MAX_STATE_BYTES:
-        return None
-
     try:
         content = bytes(materialize(stored.lazy()).tolist())
         return find_dtype(json.loads(content)["dtype"])
@@ -402,7 +315,7 @@ def walk_live(model: nn.Module, options: DoctorOptions) -> LiveModel:
         if id(tensor.parameter) in tree.adapter_ids:
             own[tensor.path] = tensor.parameter
 
-    adapter = Adapter(where, None, own, dtype_names(own.values()))
+    adapter = Adapter(where, own)
     adapters = [adapter] if own else []
     return LiveModel(where, options, adapters, base, tree, preparation)
 
@@ -441,20 +354,12 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
             if is_float32 and loaded.dtype in HALF_DTYPES:
                 left.append(fqn)
 
-    use_cache = {}
-    if not is_prepared:
-        for name in CONFIG_ATTRIBUTES:
-            found = getattr(bare, name, None)
-            use_cache[name] = getattr(found, "use_cache", None)
-
     return Base(
         plain,
         meta,
         tied_names(meta),
         getattr(config, "dtype", None),
         sources,
-        transposed,
+        transposed or (None if are_scales_hidden else []),
         left,
-        use_cache,
-        are_scales_hidden,
     )

@@ -6,12 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..config import StrPath
-from ..model.wrappers import canonical_fqn
 from ..reports import Report, shown
 from ..tensors.dtypes import HALF_DTYPES, dtype_name, find_dtype
 from .convert import casts_by_dtype
@@ -21,18 +19,6 @@ from .reader import (
     open_checkpoint,
 )
 
-# The kinds of tensors, by the first pattern that matches the name.
-_KINDS = (
-    ("norms", re.compile(r"norm|(?:^|[._])ln(?:[._\d]|$)", re.IGNORECASE)),
-    (
-        "output embeddings",
-        re.compile(
-            r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier|cls)\."
-        ),
-    ),
-    ("embeddings", re.compile(r"embed|(?:^|\.)(?:wte|wpe|shared)\.", re.IGNORECASE)),
-    ("experts", re.compile(r"expert|router", re.IGNORECASE)),
-)
 _QUANTIZATION_STATE = re.compile(
     rf"\.(?:weight|quant_state)\.[^.]+$|\.(?:{'|'.join(EIGHT_BIT_STATE)})$"
 )
@@ -52,13 +38,9 @@ class CheckpointReport(Report):
         num_tensors: The number of tensors.
         num_bytes: Their size, in bytes.
         dtypes: ``{dtype: {"count", "bytes"}}`` of all tensors.
-        leftovers: ``{kind: {fqn: bytes}}``: float32 tensors that the model, loaded in
-            half, would not have, and the bytes that each wastes. The kind is told by
-            the name.
-        use_cache: The config's ``use_cache``; ``None`` where it names none. Trainers
-            set it to false and leave it so.
-        adapters: Names of the tensors that belong to adapters, adapter files beside the
-            weights included by file name.
+        leftovers: ``{name: bytes}``: float32 tensors that the model, loaded in half,
+            would not have, and the bytes that each wastes.
+        wasted_bytes: The sum of these.
     """
 
     path: Path
@@ -68,21 +50,11 @@ class CheckpointReport(Report):
     num_tensors: int
     num_bytes: int
     dtypes: Mapping[str, Mapping[str, int]]
-    leftovers: Mapping[str, Mapping[str, int]]
-    use_cache: bool | None
-    adapters: tuple[str, ...]
+    leftovers: Mapping[str, int]
+    wasted_bytes: int
 
     def __bool__(self) -> bool:
         return bool(self.leftovers)
-
-    @property
-    def wasted_bytes(self) -> int:
-        """Return the bytes that float32 leftovers waste."""
-        return sum(sum(tensors.values()) for tensors in self.leftovers.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, ready for JSON."""
-        return {**super().to_dict(), "wasted_bytes": self.wasted_bytes}
 
     def _brief(self) -> str:
         size, wasted = f"{self.num_bytes:,} bytes", f"{self.wasted_bytes:,} wasted"
@@ -117,24 +89,19 @@ def inspect_checkpoint(path: StrPath) -> CheckpointReport:
         >>> save_file(tensors, path)
         >>> report = inspect_checkpoint(path)
         >>> report.leftovers, report.half_dtype
-        ({'norms': {'norm.weight': 8}}, 'bfloat16')
+        ({'norm.weight': 8}, 'bfloat16')
     """
     return inspect_opened(open_checkpoint(path))
 
 
 def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
     """Find the same in a checkpoint that was opened."""
-    beside = checkpoint.beside
-    quantization = {name for name in beside if _QUANTIZATION_STATE.search(name)}
-    adapters = [file.name for file in checkpoint.folder.glob("adapter_model.*")]
+    is_quantized = any(map(_QUANTIZATION_STATE.search, checkpoint.beside))
     half = _half_dtype(checkpoint)
-    leftovers: dict[str, dict[str, int]] = {}
-    if half is not None or quantization:
+    leftovers = {}
+    if half is not None or is_quantized:
         for name in casts_by_dtype(checkpoint, half or torch.bfloat16):
-            wasted = checkpoint.tensors[name].num_bytes // 2
-            fqn = canonical_fqn(name)
-            kinds = [kind for kind, pattern in _KINDS if pattern.search(fqn)]
-            leftovers.setdefault([*kinds, "other"][0], {})[name] = wasted
+            leftovers[name] = checkpoint.tensors[name].num_bytes // 2
 
     dtypes: dict[str, dict[str, int]] = {}
     for stored in checkpoint.tensors.values():
@@ -142,18 +109,16 @@ def inspect_opened(checkpoint: SavedCheckpoint) -> CheckpointReport:
         row["count"] += 1
         row["bytes"] += stored.num_bytes
 
-    use_cache = checkpoint.config.get("use_cache")
     return CheckpointReport(
         path=checkpoint.path,
         config_dtype=dtype_name(checkpoint.dtype) if checkpoint.dtype else None,
         half_dtype=dtype_name(half) if half else None,
-        is_quantized=bool(quantization),
+        is_quantized=is_quantized,
         num_tensors=len(checkpoint.tensors),
         num_bytes=checkpoint.num_bytes,
         dtypes=dtypes,
         leftovers=leftovers,
-        use_cache=use_cache if isinstance(use_cache, bool) else None,
-        adapters=(*sorted(adapters), *sorted(beside - quantization)),
+        wasted_bytes=sum(leftovers.values()),
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import StrPath, format_bytes
+from ..config import StrPath
 from ..errors import ConfigError, ExportError
 from ..export.export import save_model, why_not_streamed
 from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm
@@ -31,11 +31,11 @@ from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
 from ..model.pretrained import kept_dtype
 from ..model.quantization import skip_layers, skipped_layers
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, join
 from ..preparation.process import plain_mode
 from ..reports import ExportReport, first_of, shown
 from ..tensors.devices import accelerator_type
-from ..tensors.dtypes import parse_dtype
+from ..tensors.dtypes import HALF_DTYPES, parse_dtype
 from .adapters import SavedAdapter, read_adapter
 from .base import (
     TrainedBase,
@@ -45,9 +45,7 @@ from .base import (
     other_named_base,
 )
 from .base_quantization import (
-    GIVEN,
     OF_BASE,
-    OF_MANIFEST,
     BaseQuantization,
     find_quantization,
 )
@@ -65,11 +63,18 @@ tags:
 
 # {title}
 
-The base, {name}, {how}{added}. {made} by {tool} on {device}.{measured}
+The weights of the base, {name}, were {form} in training, which {source}.{added} \
+Written by kbitwrap {version} on {device}.{notes}
 """
+_WRITTEN_CARD = re.compile(
+    r"---\n(base_model: .*\n)?library_name: transformers\ntags:\n- merged\n---\n\n# .*\n\n.* Written by kbitwrap .*\n"
+)
 _NAME_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BASE_MODEL = 'base_model: "{name}"\n'
-_ADDED = ", with the {peft_type} adapter `{adapter}` added in float32 and {rounded}"
+_ADDED = (
+    " The {peft_type} adapter `{adapter}` was added in float32 and {rounded}. {kept:.1%} of what the adapter adds is "
+    "in these weights; rounding them is off by {error:.1%} of its length. `kbitwrap doctor` measures it again."
+)
 _ROUNDED = {
     HALF: "rounded once",
     MIXED: "rounded once, where it touches a layer; the others stay quantized",
@@ -79,10 +84,6 @@ _LEFT = "files of the base were left behind, because others take their place or 
 _OF_ANOTHER_BASE = (
     "the adapter names {named} as its base; what was merged is {merged!r}. If these are not the "
     "same model, the merge is wrong"
-)
-_MEASURED = (
-    " {kept:.1%} of what the adapter adds is in these weights; rounding them is off by {error:.1%} of its length. "
-    "`kbitwrap doctor` measures it again."
 )
 
 
@@ -118,7 +119,7 @@ def merge_checkpoint(
 
     Args:
         base: The folder of the base, or its name on the hub; ``None`` for the one that
-            the adapter's config, or else the manifest, names.
+            the adapter's config names.
         adapter: The folder that PEFT saved the adapter in; ``None`` for the dequantized
             base alone, which an engine needs that is sent adapters only.
         dst: The folder to make: complete in the end, or absent.
@@ -171,11 +172,10 @@ def merge_checkpoint(
     start = time.perf_counter()
     form = MergeForm(merge_as, seed)
     saved = None if adapter is None else read_adapter(Path(adapter))
-    if base is None and saved is None:
-        raise ConfigError("expected a base or an adapter, found neither")
     if base is None:
-        assert saved is not None
-        base = named_base(saved, manifest)
+        if saved is None:
+            raise ConfigError("expected a base or an adapter, found neither")
+        base = named_base(saved)
 
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
@@ -186,7 +186,11 @@ def merge_checkpoint(
     target = Path(os.path.realpath(dst))
 
     def owns(found: Path) -> bool:
-        is_ours = is_of_a_model(found) or _is_card(found)
+        is_card = found.name == "README.md" and found.is_file()
+        if is_card:
+            text = found.read_text(encoding="utf-8", errors="replace")
+            is_card = _WRITTEN_CARD.fullmatch(text) is not None
+        is_ours = is_of_a_model(found) or is_card
         return is_ours or are_copies(found, target, files)
 
     writing = checkpoint_writer(
@@ -222,7 +226,6 @@ def merge_checkpoint(
             if merged.note:
                 warnings.warn(merged.note, UserWarning, stacklevel=2)
             others, note = _taken_over(trained, twin.model)
-            _refuse_full_disk(twin.model, others, writer.folder, dst)
             save_model(twin.model, writer, max_shard_size, others)
             trained.finish_check()
         copy_files(files, writer.folder)
@@ -234,7 +237,6 @@ def merge_checkpoint(
         # a manifest that was compared proves the base, whatever its name
         is_proven = trained.check is not None
         other = None if is_proven or saved is None else other_named_base(saved, base)
-        how = _how(trained.model, _said(quantization, record), form)
         name = os.fspath(base)
         if saved is not None and other is None:
             name = saved.config.get("base_model_name_or_path") or name
@@ -245,7 +247,7 @@ def merge_checkpoint(
             notes.append(kept_dtype(loaded, parse_dtype(dtype)))
         if left:
             notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
-        card = _card(name, saved, form, how, merged, device, notes)
+        card = _card(name, saved, form, quantization, merged, device, notes)
         (writer.folder / "README.md").write_text(card, encoding="utf-8")
 
     of_merge = merged.report()
@@ -269,25 +271,35 @@ def merge_checkpoint(
 def _taken_over(
     trained: TrainedBase, model: nn.Module
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors that a merge takes over from the base's files, and what to note of them.
+    """Return the tensors that a merge takes over from the base's files, and what to note where it takes none.
 
-    They are those that the class does not build, where nothing of the merge contradicts
-    them; else there are none.
+    They are those that the class does not build.
     """
     unexpected = trained.unexpected
     if not unexpected:
         return {}, ""
 
-    parts = trained.unexpected_parts()
+    # the shortest names that no module has
+    modules = {name for name, _ in trained.model.named_modules()}
+    parts: dict[str, None] = {}
+    for name in unexpected:
+        part = name
+        for part in itertools.accumulate(name.split("."), join):
+            if part not in modules:
+                break
+        parts[part] = None
+
     told = f"{len(unexpected):,} tensors of the base that a {type(model).__name__} does not build"
-    why = trained.contradiction or why_not_streamed(type(model))
+    why = why_not_streamed(type(model))
+    dtypes = {stored.dtype for stored in unexpected.values()}
+    has_codes = not dtypes <= {*HALF_DTYPES, torch.float32}
     settings = getattr(model.config, "quantization_config", None)
-    if settings is None and trained.has_codes:
+    if settings is None and has_codes:
         why = "they are quantized, and the merge is not"
     if why:
-        return {}, f"{told} were left out, because {why}: {first_of(parts)}"
+        return {}, f"{told} were left out, because {why}: {first_of([*parts])}"
 
-    if settings is not None and not trained.has_codes:
+    if settings is not None and not has_codes:
         for config in configs_of_all(model):
             settings = getattr(config, "quantization_config", None)
             if settings is not None:
@@ -296,54 +308,11 @@ def _taken_over(
     return {name: stored.lazy() for name, stored in unexpected.items()}, ""
 
 
-def _refuse_full_disk(
-    model: nn.Module, others: Mapping[str, Tensor], folder: Path, dst: StrPath
-) -> None:
-    """Raise where a model, and other tensors, do not fit beside what is on the disk."""
-    tensors = {*model.parameters(), *model.buffers(), *others.values()}
-    needed = sum(tensor.nbytes for tensor in tensors)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ExportError(
-            f"{os.fspath(dst)}: the merged model takes {format_bytes(needed)}, and {format_bytes(free)} are "
-            "free there; nothing was written"
-        )
-
-
-def _said(quantization: BaseQuantization, manifest: Manifest | None) -> str:
-    """Say who tells how the base was quantized in training."""
-    if quantization.source == GIVEN:
-        return "as the merge was told, which no record of the training confirms,"
-
-    is_stamped = manifest is not None and bool(manifest.unknown)
-    if quantization.source == OF_MANIFEST and is_stamped:
-        return "as a manifest says that was made after the run,"
-
-    return "as in training"
-
-
-def _how(model: Any, said: str, form: MergeForm) -> str:
-    """Return the sentence of a model card that says how the base was quantized."""
-    method = ModelTree(model).quantization.method
-    if method is None:
-        return f"unquantized, {said}".rstrip(",")
-
-    settings = model.config.quantization_config
-    four_bit = ""
-    if getattr(settings, "load_in_4bit", False):
-        double = "with" if settings.bnb_4bit_use_double_quant else "without"
-        kind = settings.bnb_4bit_quant_type
-        four_bit = f" ({kind}, {double} double quantization)"
-
-    dequantized = " and dequantized exactly" if form.merge_as == HALF else ""
-    return f"quantized with {method}{four_bit} {said}{dequantized}".rstrip(",")
-
-
 def _card(
     base: str,
     saved: SavedAdapter | None,
     form: MergeForm,
-    how: str,
+    quantization: BaseQuantization,
     merged: Merged,
     device: torch.device | str,
     notes: Sequence[str],
@@ -352,42 +321,30 @@ def _card(
 
     A folder is named by its last part, and is no base model that the hub knows.
     """
-    is_folder = os.path.isdir(base) or not _NAME_ON_HUB.fullmatch(base)
-    name = name_of_base(base) if is_folder else base
+    name, base_model = base, _BASE_MODEL.format(name=base)
+    if os.path.isdir(base) or not _NAME_ON_HUB.fullmatch(base):
+        name, base_model = name_of_base(base), ""
+
     state = "dequantized" if form.merge_as == HALF else "quantized"
-    title, added, made, measured = f"{name}, {state}", "", "Written", ""
+    title, added = f"{name}, {state}", ""
     if saved is not None:
-        title, made = f"{name}, merged", "Merged"
+        title = f"{name}, merged"
         added = _ADDED.format(
             peft_type=saved.config.get("peft_type", "PEFT"),
             adapter=saved.folder.name,
             rounded=_ROUNDED[form.merge_as],
+            kept=merged.total.kept,
+            error=merged.total.error,
         )
-        total = merged.total
-        measured = _MEASURED.format(kept=total.kept, error=total.error)
-    for note in notes:
-        measured += f" {note[:1].upper()}{note[1:]}."
 
-    version = versions().get("kbitwrap", "")
     return _CARD.format(
-        base_model="" if is_folder else _BASE_MODEL.format(name=name),
-        name=name,
+        base_model=base_model,
         title=title,
-        how=how,
+        name=name,
+        form=quantization.form,
+        source=quantization.source,
         added=added,
-        made=made,
-        tool=f"kbitwrap {version}".strip(),
+        version=versions().get("kbitwrap", ""),
         device=torch.device(device).type,
-        measured=measured,
+        notes="".join(f" {note[:1].upper()}{note[1:]}." for note in notes),
     )
-
-
-def _is_card(path: Path) -> bool:
-    """Return whether a file is a model card as `_card` writes it, and as nobody has changed it since."""
-    if path.name != "README.md" or not path.is_file():
-        return False
-
-    pattern = re.escape(_CARD).replace(r"\{base_model\}", r"(base_model: [^\n]*\n)?")
-    pattern = re.sub(r"\\{\w+\\}", lambda field: r"[^\n]*", pattern)
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return re.fullmatch(pattern, text) is not None

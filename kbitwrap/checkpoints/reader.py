@@ -65,11 +65,6 @@ class StoredTensor:
     start: int
     num_bytes: int
 
-    @property
-    def place(self) -> tuple[object, ...]:
-        """Return what tells the bytes of a tensor, and how they are read, from those of others."""
-        return self.path, self.start, self.shape
-
     def lazy(self, dtype: torch.dtype | None = None) -> LazyTensor:
         """Return the values, which are read when they are asked for and rounded to a dtype.
 
@@ -212,16 +207,16 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
     elif os.path.isdir(found):
         folder = found
         names, index = _weight_files(folder)
-        adapters = sorted(path.name for path in folder.glob(f"{_ADAPTER}*"))
-        if adapters and not names:
-            raise ConfigError(
-                f"{folder}: expected model weights, found only an adapter ({adapters[0]!r}); give the folder of its "
-                "base"
-            )
         if not names:
+            adapters = sorted(path.name for path in folder.glob(f"{_ADAPTER}*"))
+            found_there = "none"
+            if adapters:
+                found_there = (
+                    f"only an adapter ({adapters[0]!r}); give the folder of its base"
+                )
             raise ConfigError(
                 f"{folder}: expected model weights (model.safetensors, pytorch_model.bin, an index of either, or "
-                "other .safetensors files), found none"
+                f"other .safetensors files), found {found_there}"
             )
     else:
         raise ConfigError(f"there is no checkpoint at {str(found)!r}")
@@ -229,11 +224,8 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         more = read_tensors(folder / name)
-        twice = more.keys() & tensors.keys()
-        if twice:
-            raise ConfigError(
-                f"{found}: {len(twice)} tensors are in more than one file"
-            )
+        if more.keys() & tensors.keys():
+            raise ConfigError(f"{found}: one tensor is in more than one file")
         tensors.update(more)
 
     config_path = folder / "config.json"
@@ -245,15 +237,16 @@ def open_checkpoint(path: StrPath) -> SavedCheckpoint:
                     f"{folder / index}: names the tensor {name!r}, which none of its files holds"
                 )
 
-    # Tensors that share another's bytes, as in files of ``torch.save``, and are tied to
-    # that one by loading, are left out.
     checkpoint = SavedCheckpoint(found, folder, names, tensors, index, config)
-    by_fqn = {canonical_fqn(name): stored for name, stored in tensors.items()}
-    if len({stored.place for stored in by_fqn.values()}) < len(by_fqn):
+    # In files of ``torch.save``, tensors that loading ties share their bytes: one is kept.
+    if names[0].endswith(_PICKLED):
+        by_fqn = {canonical_fqn(name): stored for name, stored in tensors.items()}
         for group in checkpoint.ties(checkpoint.meta_model()):
             first, *others = map(by_fqn.get, group)
             for other in others:
-                if first and other and other.place == first.place:
+                if not first or not other or other.path != first.path:
+                    continue
+                if other.start == first.start:
                     del tensors[other.name]
 
     return checkpoint
@@ -350,21 +343,18 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
 def _files_in_index(path: Path) -> list[str]:
     """Return the names of the files that an index names, which lie beside the index."""
     content = read_json(path)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not _are_names(weight_map.values()):
-        raise ConfigError(f"{path}: expected a weight_map of file names")
-
-    if not isinstance(content.get("metadata", {}), dict):
-        raise ConfigError(f"{path}: expected an object as its metadata")
+    weight_map: Any = content.get("weight_map")
+    has_metadata = isinstance(content.get("metadata", {}), dict)
+    is_map = isinstance(weight_map, dict) and _are_names(weight_map.values())
+    if not is_map or not has_metadata:
+        raise ConfigError(
+            f"{path}: expected objects as its metadata and its weight_map, and names of files in this"
+        )
 
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name:
-            raise ConfigError(
-                f"{path}: names {name!r}: expected a file name without a folder"
-            )
-        if not os.path.isfile(path.parent / name):
-            raise ConfigError(f"{path}: names the file {name!r}, which does not exist")
+        if Path(name).name != name or not os.path.isfile(path.parent / name):
+            raise ConfigError(f"{path}: names {name!r}: expected a file beside it")
 
     return names
 
@@ -445,25 +435,13 @@ def load_pickled(path: Path) -> dict[str, Any]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        return _load(path, mmap=False)
-
-
-def load_values(path: Path) -> dict[str, Any]:
-    """Load a file that ``torch.save`` wrote, whose tensors are read as they are used.
-
-    No code is run. ``ConfigError`` is raised where it holds something else.
-    """
-    return _load(path, mmap=True)
-
-
-def _load(path: Path, *, mmap: bool) -> dict[str, Any]:
     try:
         refuse_special(path)
         with warnings.catch_warnings():
             # on files from an older torch or another device
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            with FakeTensorMode():
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigError(
             f"{path}: expected a file of tensors, found a damaged one or other objects ({type(error).__name__}); "
@@ -480,27 +458,20 @@ def _load(path: Path, *, mmap: bool) -> dict[str, Any]:
 
 def _read_pickled(path: Path) -> list[StoredTensor]:
     """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged."""
-    num_bytes = path.stat().st_size
     tensors = []
     for name, tensor in load_pickled(path).items():
-        where = f"{path}: {name}"
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            found = getattr(tensor, "layout", f"a {type(tensor).__name__}")
-            raise ConfigError(f"{where}: expected a dense tensor, found {found}")
-
-        beginning: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if beginning is None or not tensor.is_contiguous():
-            why = "is not contiguous"
-            if beginning is None:
-                why = "is stored in the format of torch before 1.6, or read by torch before 2.7"
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        beginning = None
+        if is_dense and tensor.is_contiguous():
+            storage: Any = tensor.untyped_storage()
+            beginning = getattr(storage, "_checkpoint_offset", None)
+        if beginning is None:
             raise ConfigError(
-                f"{where}: {why}; load it with torch.load and save it as safetensors"
+                f"{path}: {name}: expected a dense and contiguous tensor, saved by torch 1.6 or later; load the file "
+                "with torch.load and save its tensors as safetensors"
             )
 
         start = beginning + tensor.storage_offset() * tensor.itemsize
-        if start + tensor.nbytes > num_bytes:
-            raise ConfigError(f"{where}: reaches beyond the end of the file")
-
         shape = tuple(tensor.shape)
         stored = StoredTensor(name, path, tensor.dtype, shape, start, tensor.nbytes)
         tensors.append(stored)

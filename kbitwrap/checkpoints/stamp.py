@@ -86,7 +86,7 @@ def stamp_adapter(
         )
 
     if base is None:
-        base = named_base(saved, None)
+        base = named_base(saved)
 
     if device is None:
         device = accelerator_type() or "cpu"

@@ -48,10 +48,10 @@ HELP = (
     "kbitwrap doctor merged --adapter adapter --quant nf4\n"
     "kbitwrap doctor run/kbitwrap.json\n\n"
     "PATH is a checkpoint, an adapter or a Trainer's output folder. doctor looks for these faults: float32 left by a "
-    "preparation, another base than the manifest's, adapters that are zero, not finite or of another dtype, layers and "
-    "experts that were never quantized, tied weights that came apart, use_cache left off, idle devices, a merge into "
+    "preparation, another base than the manifest's, adapters that are zero or not finite, layers and "
+    "experts that were never quantized, tied weights that came apart, a merge into "
     "4-bit weights, scales in another order than their weights, an optimizer that trained what was not saved, a save "
-    "that was interrupted, a tokenizer with more ids than the embeddings have rows. Each check made is printed: fine, "
+    "that was interrupted. Each check made is printed: fine, "
     "fault, or not measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.\n\n"
     "Of tensors that a preparation left in float32 it prints which they are, what they waste, and the command that "
     "gives them their dtypes back; of a manifest, kbitwrap's record of a run, which model was prepared, and how.\n\n"
@@ -133,7 +133,7 @@ def command(
             doing.now(f"measuring {path}: {num_done:,} of {num_tensors:,} tensors")
 
         if adapter is not None and base is None:
-            base = named_base(read_adapter(adapter), None)
+            base = named_base(read_adapter(adapter))
             say(f"note: the base is {base!r}, which the config of the adapter names")
         report = doctor(
             path,
@@ -156,11 +156,11 @@ def command(
     parts += _checks(report)
     if checkpoint is not None:
         result["checkpoint"] = checkpoint.to_dict()
-        parts += _contents(checkpoint)
+        parts.append(_contents(checkpoint))
     if checkpoint:
         suggestion = _conversion(checkpoint)
         result["checkpoint"]["suggestion"] = suggestion
-        parts += _leftovers(checkpoint, suggestion)
+        parts.append(_leftovers(checkpoint, suggestion))
     if manifest is not None:
         result["manifest"] = _record(manifest)
         parts.append(_recorded(result["manifest"]))
@@ -183,28 +183,38 @@ def _merge(merge: MergeMeasure) -> list[RenderableType]:
 
 
 def _checks(report: DoctorReport) -> list[RenderableType]:
-    """Lay out what was not measured, the faults, and each check."""
-    lines = [
-        f"{report.subject}: faults: {len(report.findings)}, not measured: {len(report.not_measured)}",
-        *(f"not measured: {text}" for text in report.not_measured),
-    ]
-    faults = [f"fault: {finding}" for finding in report.findings]
-    checks = [str(check) for check in report.looked_at]
-    groups = (lines, *([fault] for fault in faults), ["looked at:", *checks])
-    return ["\n".join(map(printable, group)) for group in groups]
-
-
-def _contents(checkpoint: CheckpointReport) -> list[RenderableType]:
-    """Lay out what the files of a checkpoint hold."""
-    said = (
-        f"{checkpoint.path}: {checkpoint.num_tensors} tensors, {checkpoint.num_bytes:,} bytes, "
-        f"{'quantized' if checkpoint.is_quantized else 'not quantized'}; config dtype: {checkpoint.config_dtype}; "
-        f"adapters: {first_of(checkpoint.adapters) or 'none'}"
+    """Lay out what was not measured, the faults, and each check by its place."""
+    num_open = sum(check.outcome == "not measured" for check in report.looked_at)
+    num_checks = len(report.looked_at) - num_open
+    found = f"faults: {len(report.findings)}" if report.findings else "no fault found"
+    first = (
+        f"{report.subject}: {found} in {num_checks} checks; not measured: {num_open}"
     )
-    rows = [["stored in", "tensors", "bytes"]]
-    for dtype, row in checkpoint.dtypes.items():
-        rows.append([dtype, f"{row['count']:,}", f"{row['bytes']:,}"])
-    return [printable(said), table(rows, right=True)]
+    lines = [first, *[f"not measured: {text}" for text in report.not_measured]]
+    parts = ["\n".join(map(printable, lines))]
+    for one in report.findings:
+        lines = [one.what, f"  where: {one.where}", f"  evidence: {one.evidence}"]
+        lines.append(f"  remedy: {one.remedy}")
+        parts.append("\n".join(map(printable, lines)))
+    places: dict[str, list[str]] = {}
+    for check in report.looked_at:
+        line = f"  {check.what}: {check.outcome}: {check.evidence}"
+        places.setdefault(check.where, []).append(line)
+    for where, lines in places.items():
+        parts.append("\n".join(map(printable, [f"looked at in {where}:", *lines])))
+    return [*parts]
+
+
+def _contents(checkpoint: CheckpointReport) -> str:
+    """Say what the files of a checkpoint hold."""
+    dtypes = []
+    for name, row in checkpoint.dtypes.items():
+        dtypes.append(f"{row['count']} {name} ({row['bytes']:,} bytes)")
+    quantized = "quantized" if checkpoint.is_quantized else "not quantized"
+    return printable(
+        f"{checkpoint.path}: {checkpoint.num_tensors} tensors, {checkpoint.num_bytes:,} bytes, {quantized}: "
+        f"{', '.join(dtypes)}; config dtype: {checkpoint.config_dtype or 'not named'}"
+    )
 
 
 def _conversion(checkpoint: CheckpointReport) -> str:
@@ -215,14 +225,13 @@ def _conversion(checkpoint: CheckpointReport) -> str:
     return f"kbitwrap convert --from {source} --out DST {dtypes}"
 
 
-def _leftovers(checkpoint: CheckpointReport, command: str) -> list[RenderableType]:
-    """Lay out the tensors that a preparation left in float32, and the command that gives them their dtypes back."""
-    rows = [["left in float32", "tensors", "wasted bytes", "names"]]
-    for kind, tensors in checkpoint.leftovers.items():
-        names = printable(first_of(list(tensors)))
-        wasted = f"{sum(tensors.values()):,}"
-        rows.append([kind, str(len(tensors)), wasted, names])
-    return [table(rows), f"{_REMEDY}\n  {command}"]
+def _leftovers(checkpoint: CheckpointReport, command: str) -> str:
+    """Say which tensors a preparation left in float32, and how they get their dtypes back."""
+    names = first_of([printable(name) for name in checkpoint.leftovers])
+    return (
+        f"left in float32: tensors: {len(checkpoint.leftovers)}: {names}\n"
+        f"{checkpoint.wasted_bytes:,} bytes of {checkpoint.num_bytes:,} are wasted. {_REMEDY}\n  {command}"
+    )
 
 
 def _record(manifest: Manifest) -> Result:

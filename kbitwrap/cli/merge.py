@@ -12,8 +12,10 @@ import typer
 
 from .. import ExportReport
 from .console import (
+    EXIT_DONE,
     InputError,
     checked_device,
+    say,
     with_options,
 )
 from .convert import write
@@ -136,4 +138,27 @@ def command(
         notes = dict.fromkeys([*said, *report.notes])
         return replace(report, notes=tuple(map(with_options, notes)))
 
-    return write(merge, f"merging {' and '.join(paths)}", json_, trust_remote_code)
+    what = f"merging {' and '.join(paths)}"
+    status = write(merge, what, json_, trust_remote_code)
+    if status == EXIT_DONE and adapter is not None and quant is not None:
+        _tell_unrecorded(base, adapter, manifest, quant)
+    return status
+
+
+def _tell_unrecorded(
+    base: str | None, adapter: Path, manifest: Path | None, quant: str
+) -> None:
+    """Say that nothing records how a base was quantized in training, where that is so."""
+    from ..checkpoints.adapters import read_adapter
+    from ..checkpoints.base import named_base
+    from ..checkpoints.base_quantization import GIVEN, find_quantization
+    from ..checkpoints.reader import load_manifest, saved_manifest
+
+    saved = read_adapter(adapter)
+    record = saved_manifest(adapter) if manifest is None else load_manifest(manifest)
+    given = quantization_in_training(quant, None)
+    found = find_quantization(base or named_base(saved), given, record, saved)
+    if found.source == GIVEN:
+        say(
+            f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its word"
+        )

@@ -62,7 +62,7 @@ def command(
         from ..checkpoints.base_quantization import UNKNOWN, find_quantization
 
         saved = read_adapter(adapter)
-        base = base or named_base(saved, None)
+        base = base or named_base(saved)
         given = quantization_in_training(quant, dtype)
         told = find_quantization(base, given, None, saved, trust_remote_code)
         if told.source == UNKNOWN:

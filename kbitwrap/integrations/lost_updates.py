@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.doctor_updates import count_lost
-
 _Counts = dict[torch.device, Tensor]
 
 
@@ -54,7 +52,9 @@ class LostUpdates:
         if getattr(optimizer, "step_was_skipped", False):
             return
         for parameter, value in before:
-            counts = count_lost(value, _local(parameter), _local(parameter.grad))
+            is_updated = _local(parameter.grad) != 0
+            is_lost = is_updated & (_local(parameter) == value)
+            counts = torch.stack([is_lost.sum(), is_updated.sum()])
             known = self._counts.get(counts.device)
             self._counts[counts.device] = counts if known is None else known + counts
 

@@ -29,7 +29,6 @@ import peft
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
 
 import kbitwrap
 from kbitwrap import KbitWrapError, Manifest, Plan
@@ -108,8 +107,6 @@ def _save_all(folder: Path) -> None:
     optimizer.step()
     torch.save(optimizer.state_dict(), folder / "run" / "optimizer.pt")
     (folder / "run" / "trainer_state.json").write_text(json.dumps({"global_step": 1, "max_steps": 2}))
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(40)}, unk_token="w0"))
-    tokenizer.save(str(folder / "run" / "tokenizer.json"))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -323,7 +320,7 @@ KINDS = {
     "convert pickles": Kind(20, "pickle", _convert),
     "doctor an adapter": Kind(60, "adapter", _doctor),
     "doctor a run": Kind(60, "run", _doctor, ("optimizer.pt", "kbitwrap.json")),
-    "doctor a trainer's files": Kind(30, "run", _doctor, ("trainer_state.json", "tokenizer.json")),
+    "doctor a trainer's files": Kind(30, "run", _doctor, ("trainer_state.json",)),
     "doctor shards": Kind(20, "shards", _doctor),
     "inspect a model": Kind(60, "model", _inspect),
     "convert a model": Kind(10, "model", _convert),

@@ -281,7 +281,6 @@ def test_a_state_dict_with_adapters_keeps_them_and_its_names(
         assert found[name].dtype == expected[plain].dtype
         assert torch.equal(found[name], expected[plain])
     assert len(report.converted) == 7
-    assert inspect_checkpoint(tmp_path / "out").adapters == tuple(sorted(adapters))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # whose models stand at `model` and at `transformer`

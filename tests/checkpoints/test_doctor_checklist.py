@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from kbitwrap import DoctorReport, KbitPreparedModel, doctor
 from support import trainers, zoo
-from support.files import save_tokenizer
 
 # Training on after `restore` is not what these do.
 pytestmark = pytest.mark.filterwarnings("ignore:restore\\(\\) made:UserWarning")
 
 INTERRUPTED = "a save was interrupted, or a file was damaged"
-NO_CONFIG = "an adapter has no config that PEFT can read"
 EMPTY = "an adapter holds no values"
 ZERO = "lora_B is zero in every layer"
-TOKENIZER = "the tokenizer has more ids than the embeddings have rows"
 ADAPTER = "adapter_model.safetensors"
 
 
@@ -44,18 +40,17 @@ def run(runs: Path, tmp_path: Path) -> Path:
 # What was looked at.
 # ----------------------------------------------------------------------------------------------------
 
-OF_AN_ADAPTER = ["files", "lora_B", "adapter config", "adapter values", "adapter dtypes"]
-OF_A_CHECKPOINT = [*OF_AN_ADAPTER, "optimizer", "lost updates", "trainer state"]
+OF_AN_ADAPTER = ["files", "lora_B", "adapter values"]
+OF_A_CHECKPOINT = [*OF_AN_ADAPTER, "optimizer", "trainer state"]
 
 
-def test_every_check_of_a_sound_run_is_listed_as_fine_and_its_newest_checkpoint_is_named(runs: Path) -> None:
+def test_every_check_of_a_sound_run_is_listed_as_fine(runs: Path) -> None:
     folder = runs / "run"
     report = doctor(folder, base=runs / "base")
     assert (report.findings, report.not_measured) == ((), ())
-    assert outcomes(report, folder) == dict.fromkeys(["newest checkpoint", *OF_AN_ADAPTER], "fine")
+    assert outcomes(report, folder) == dict.fromkeys(OF_AN_ADAPTER, "fine")
     assert outcomes(report, folder / "checkpoint-2") == dict.fromkeys(OF_A_CHECKPOINT, "fine")
-    assert outcomes(report, folder / "checkpoint-3") == dict.fromkeys([*OF_A_CHECKPOINT, "devices", "base"], "fine")
-    assert report.looked_at[0].evidence == f"{folder / 'checkpoint-3'}, of 2"
+    assert outcomes(report, folder / "checkpoint-3") == dict.fromkeys([*OF_A_CHECKPOINT, "base"], "fine")
     said = str(report)
     assert all(f"{one.where}: {one.what}: {one.outcome}: {one.evidence}" in said for one in report.looked_at)
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
@@ -71,7 +66,7 @@ def test_what_was_looked_at_agrees_with_what_was_found_and_with_what_was_not_mea
 
 def test_the_checks_of_a_checkpoint_with_a_base_are_listed(runs: Path) -> None:
     looked_at = outcomes(doctor(runs / "base"), runs / "base")
-    fine = dict.fromkeys(["files", "scales", "dtypes", "generation config", "experts", "layers"], "fine")
+    fine = dict.fromkeys(["files", "scales", "dtypes", "layers"], "fine")
     assert looked_at == {**fine, "merge": "not measured"}
 
 
@@ -80,10 +75,10 @@ def test_the_checks_of_a_live_model_are_listed() -> None:
     with KbitPreparedModel(model):
         peft_model = trainers.adapt(model)
         prepared = outcomes(doctor(peft_model), "PeftModelForCausalLM")
-    expected = ["base", "lora_B", "adapter values", "adapter dtypes", "scales", "ties", "experts", "layers"]
+    expected = ["base", "lora_B", "adapter values", "scales", "ties", "layers"]
     assert prepared == {**dict.fromkeys(expected, "fine"), "merge": "not measured"}
     restored = outcomes(doctor(peft_model), "PeftModelForCausalLM")
-    assert restored == {**prepared, "base": "not measured", "dtypes": "fine", "generation config": "fine"}
+    assert restored == {**prepared, "base": "not measured", "dtypes": "fine"}
 
 
 def test_a_base_is_not_measured_beside_an_adapter_without_a_manifest(runs: Path, run: Path) -> None:
@@ -117,17 +112,6 @@ def truncated(name: str) -> Callable[[Path], None]:
     return damage
 
 
-def of_several_volumes(name: str) -> Callable[[Path], None]:
-    """The end of an archive whose flipped bits say that there are other volumes."""
-
-    def damage(checkpoint: Path) -> None:
-        locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, 0, 2)
-        end = struct.pack("<4s4H2LH", b"PK\x05\x06", *[0] * 7)
-        (checkpoint / name).write_bytes(locator + end)
-
-    return damage
-
-
 def emptied(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
     checkpoint.mkdir()
@@ -135,10 +119,9 @@ def emptied(checkpoint: Path) -> None:
 
 AFTER_THE_OPTIMIZER = ("scheduler.pt", "rng_state.pth", "trainer_state.json")
 INTERRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "before the optimizer": (without("optimizer.pt", *AFTER_THE_OPTIMIZER), "no optimizer.pt"),
+    "before the optimizer": (without("optimizer.pt", *AFTER_THE_OPTIMIZER), "trainer_state.json"),
     "the optimizer is gone": (without("optimizer.pt"), "scheduler.pt"),
     "in the optimizer": (truncated("optimizer.pt"), "optimizer.pt: expected a file of tensors, found a damaged one"),
-    "in the end of the optimizer": (of_several_volumes("optimizer.pt"), "optimizer.pt: expected a file of tensors"),
     "before the state": (without("trainer_state.json"), "trainer_state.json"),
     "in the state": (truncated("trainer_state.json"), "trainer_state.json: cannot be read as JSON"),
     "in the adapter": (truncated(ADAPTER), f"{ADAPTER}: cannot be read as safetensors"),
@@ -172,7 +155,7 @@ def test_a_damaged_adapter_of_the_last_save_names_the_newest_checkpoint(run: Pat
 
 
 def test_a_damaged_model_is_a_fault_too(runs: Path, tmp_path: Path) -> None:
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
+    for name in ("model.safetensors", "config.json"):
         folder = shutil.copytree(runs / "base", tmp_path / name)
         truncated(name)(folder)
         (finding,) = doctor(folder).findings
@@ -193,17 +176,9 @@ def test_checkpoints_that_were_saved_without_an_optimizer_are_sound(tmp_path: Pa
 # ----------------------------------------------------------------------------------------------------
 
 
-def _settings(**changed: Any) -> Callable[[dict[str, Any]], str]:
-    return lambda config: json.dumps({**config, **changed})
-
-
 CONFIGS: dict[str, Callable[[dict[str, Any]], str]] = {
     "not JSON": lambda config: json.dumps(config)[:40],
     "not an object": lambda config: "[]",
-    "no method": lambda config: json.dumps({name: value for name, value in config.items() if name != "peft_type"}),
-    "another method than PEFT knows": _settings(peft_type="LORAX"),
-    "another task": _settings(task_type="NO_TASK"),
-    "settings of another type": _settings(loftq_config=3, init_lora_weights="loftq"),
 }
 
 
@@ -212,14 +187,14 @@ def test_a_broken_adapter_config_is_found(kind: str, run: Path) -> None:
     path = run / "checkpoint-3" / "adapter_config.json"
     path.write_text(CONFIGS[kind](json.loads(path.read_text())))
     (finding,) = doctor(run).findings
-    assert finding.what == NO_CONFIG
+    assert finding.what == INTERRUPTED
     assert str(path) in finding.evidence
 
 
 def test_an_adapter_without_a_config_is_found(run: Path) -> None:
     (run / "adapter_config.json").unlink()
     (finding,) = doctor(run).findings
-    assert (finding.what, finding.where) == (NO_CONFIG, str(run))
+    assert (finding.what, finding.where) == (INTERRUPTED, str(run))
 
 
 def test_an_adapter_that_was_saved_without_its_values_is_found(run: Path) -> None:
@@ -240,9 +215,7 @@ def test_a_trained_head_beside_a_zero_lora_b_does_not_hide_it_and_is_not_said_to
         (finding,) = doctor(subject).findings
         assert finding.what == ZERO
         assert finding.evidence.startswith("LoRA adds nothing: ['base_model.model.model.layers.0.self_attn.q_proj")
-        saved, _, beside = finding.evidence.partition("; saved beside it, and not compared: ")
-        assert "score" in beside
-        assert "score" not in saved
+        assert "score" not in finding.evidence
     with torch.no_grad():
         next(p for name, p in adapted.named_parameters() if "lora_B" in name).fill_(1)
     assert doctor(adapted).findings == ()
@@ -255,69 +228,3 @@ def test_lora_of_embeddings_alone_that_adds_nothing_is_found(tmp_path: Path) -> 
     (finding,) = doctor(tmp_path).findings
     assert finding.what == ZERO
     assert "lora_embedding_A" in finding.evidence
-
-
-def test_a_half_adapter_whose_training_nothing_records_is_not_measured(run: Path) -> None:
-    stored = load_file(run / ADAPTER)
-    save_file({name: tensor.bfloat16() for name, tensor in stored.items()}, run / ADAPTER)
-    assert doctor(run).findings[0].what == "an adapter has another dtype than in training"  # its checkpoints say so
-    for checkpoint in run.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
-    report = doctor(run)
-    assert report.findings == ()
-    assert report.not_measured[0].startswith("the dtype in which the adapter was trained: it is saved in bfloat16")
-
-
-# ----------------------------------------------------------------------------------------------------
-# The tokenizer.
-# ----------------------------------------------------------------------------------------------------
-
-
-def test_a_tokenizer_with_more_ids_than_the_embeddings_have_rows_is_found(runs: Path, run: Path) -> None:
-    num_rows = zoo.load("llama").config.vocab_size
-    base = shutil.copytree(runs / "base", run / "base")
-    cases = ((base, None), (run / "checkpoint-3", base), (run / "checkpoint-3", zoo.load("llama")))
-    for folder, given in cases:
-        save_tokenizer(folder, num_rows)
-        report = doctor(folder, base=given)
-        assert (report.findings, outcomes(report, folder)["tokenizer"]) == ((), "fine")
-        save_tokenizer(folder, num_rows + 1)
-        (finding,) = doctor(folder, base=given).findings
-        assert (finding.what, finding.where) == (TOKENIZER, str(folder))
-        assert finding.evidence == (
-            f"model.embed_tokens.weight has {num_rows} rows; ids without one: ['<|im_start|> ({num_rows})']"
-        )
-    assert outcomes(doctor(run), run / "checkpoint-3")["tokenizer"] == "fault"  # by the manifest
-    for manifest in run.rglob("kbitwrap.json"):
-        manifest.unlink()
-    assert outcomes(doctor(run), run / "checkpoint-3")["tokenizer"] == "not measured"
-
-
-def test_the_rows_that_an_adapter_was_saved_with_count(run: Path) -> None:
-    model = zoo.load("llama")
-    num_rows = model.config.vocab_size + 8
-    model.resize_token_embeddings(num_rows)
-    adapted = trainers.adapt(model)
-    adapted.save_pretrained(run / "checkpoint-3", save_embedding_layers=True)
-    for base in (None, zoo.load("llama")):
-        save_tokenizer(run / "checkpoint-3", num_rows)
-        assert outcomes(doctor(run, base=base), run / "checkpoint-3")["tokenizer"] == "fine"
-        save_tokenizer(run / "checkpoint-3", num_rows + 1)
-        assert TOKENIZER in [finding.what for finding in doctor(run, base=base).findings]
-
-
-@pytest.mark.parametrize("name", ["vit", "siglip"])
-def test_a_tokenizer_beside_a_model_of_images_is_not_measured(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(zoo.checkpoint(name), folder)
-    save_tokenizer(folder, 200)
-    report = doctor(folder)
-    assert (report.findings, outcomes(report, folder)["tokenizer"]) == ((), "not measured")
-
-
-def test_a_damaged_tokenizer_is_found(run: Path) -> None:
-    save_tokenizer(run / "checkpoint-3", 8)
-    truncated("tokenizer.json")(run / "checkpoint-3")
-    (finding,) = doctor(run).findings
-    assert finding.what == INTERRUPTED
-    assert "tokenizer.json" in finding.evidence

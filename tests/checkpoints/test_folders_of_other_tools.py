@@ -101,7 +101,7 @@ def test_a_folder_of_axolotl_says_how_its_base_was_quantized(trained: Path, tmp_
 
     assert_same_model(tmp_path / "merged", trained / "merged")
     card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
-    assert "(nf4, with double quantization) as in training" in card
+    assert "in nf4-double in training, which the config.json beside the adapter says" in card
 
 
 def test_a_merge_by_any_tool_is_measured_against_a_folder_of_axolotl(trained: Path, base: Path, tmp_path: Path) -> None:

@@ -162,13 +162,6 @@ def test_a_base_whose_config_is_larger_than_its_files_is_not_allocated(
     ("key", "value", "why"),
     [
         ("r", 10**9, f"a rank of {10**9}"),
-        (
-            "layer_replication",
-            [[0, 1]] * 4_000,
-            r"replicates layers into 4,000 \(layer_replication\), and",
-        ),
-        ("layer_replication", [[0, 10**9]], "replicates layers into 1,000,000,000 "),
-        ("layer_replication", 7, "layer_replication: expected pairs of layer numbers, found 7"),
         ("base_model_name_or_path", 7, "base_model_name_or_path: expected a name or a path, found 7"),
     ],
 )

@@ -108,7 +108,7 @@ def test_the_manifest_says_how_the_base_was_quantized_and_is_compared_with_it(be
         zoo.checkpoint("llama"), run.adapter, tmp_path / "merged", manifest=None if beside else run.manifest
     )
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert "bitsandbytes_4bit (nf4, with double quantization) as in training" in card
+    assert "were in nf4-double in training, which the manifest says" in card
     assert_same_model(tmp_path / "merged", run.merged)
     other = tmp_path / "other"
     shutil.copytree(zoo.checkpoint("llama"), other)
@@ -193,18 +193,11 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_destination_that_exists_or_a_full_disk_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_destination_that_exists_is_said_before_anything_is_read(tmp_path: Path) -> None:
     run = train("llama", "nf4", tmp_path)
     options: dict[str, Any] = {"quantization_config": run.quantization, "dtype": "bfloat16"}
     with pytest.raises(ExportError, match="exists and is not empty"):
         merge_checkpoint(tmp_path / "not looked at", run.adapter, run.merged, **options)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ExportError, match=r"takes .* KiB, and 1000 B are free there"):
-        merge_checkpoint(zoo.checkpoint("llama"), run.adapter, tmp_path / "merged", **options)
-    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("owner", ["base", "adapter"])
@@ -228,8 +221,7 @@ def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> N
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert ModelCard(card).data.base_model == "someone/Tiny-Llama"
-    assert "quantized with bitsandbytes_4bit (nf4, without double quantization) as the merge was told" in card
-    assert "as in training" not in card
+    assert "were in nf4 in training, which the caller said, and no record confirms." in card
     assert str(tmp_path) not in card
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
@@ -288,12 +280,3 @@ def test_replicated_layers_are_merged_and_measured_apart(quant: str | None, tmp_
     for fqn, layer in layers_of(adapted).items():
         assert_rounded_once(found[f"{fqn}.weight"], lora_weight(layer))
     assert "model.layers.2.input_layernorm.weight" in found
-
-
-def test_replicated_layers_whose_types_the_config_lists_are_refused(tmp_path: Path) -> None:
-    base = transformers.Qwen2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    transformers.Qwen2ForCausalLM(base).save_pretrained(tmp_path / "base")
-    config = zoo.lora_config("llama", layer_replication=[[0, 2], [1, 2]])
-    get_peft_model(zoo.load("llama", None), config).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"replicates layers \(layer_replication\), and .* lists 2 \(layer_types\)"):
-        merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantization_config=False)

@@ -173,12 +173,3 @@ def test_an_adapter_on_each_expert_is_read_as_peft_converts_it(name: str, tmp_pa
     assert_same_model(merge(tmp_path, False), tmp_path / "live")
     with pytest.raises(ConfigError, match=r"names of an older transformers \(.*experts\.0\..* in stacks, unquantized"):
         merge(tmp_path, NF4)
-
-
-def test_an_adapter_on_each_expert_that_peft_does_not_convert_says_so(tmp_path: Path) -> None:
-    LoraConfig(r=4, target_modules=["down_proj"], task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
-    module = f"{PREFIX}model.layers.1.feed_forward.experts.0.down_proj"
-    tensors = {f"{module}.lora_A.weight": torch.zeros(4, 64), f"{module}.lora_B.weight": torch.zeros(64, 4)}
-    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"an older transformers .*, and PEFT converts no adapter of this model"):
-        merge_checkpoint(zoo.checkpoint("jamba"), tmp_path / "adapter", tmp_path / "merged", quantization_config=False)

@@ -98,11 +98,10 @@ def test_experts_are_merged_by_the_layout_of_the_forward_that_trained_them(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora_B_layout": "by_column"}, r"says lora_B_layout: 'by_column'; expected 'rank_major' or"),
-        ({"lora_B_layout": ["rank_major"]}, r"says lora_B_layout: \['rank_major'\]"),
+        ({"lora_B_layout": "by_column"}, r"and lora_B_layout: 'by_column'; expected 'grouped_by_expert' of the first"),
+        ({"lora_B_layout": ["rank_major"]}, r"and lora_B_layout: \['rank_major'\]"),
         ({"unsloth_fused_expert_lora": {"lora_A_layout": "rank_major"}}, "says lora_A_layout: 'rank_major'"),
-        ({"unsloth_fused_expert_lora": 3}, "says lora_A_layout: 3"),
-        ({**detail("by_column")}, "says lora_B_layout: 'by_column'"),
+        ({**detail("by_column")}, "and lora_B_layout: 'by_column'"),
         ({"auto_mapping": {"unsloth_fixed": True}}, r"experts\.gate_up_proj, .*saved by Unsloth without lora_B_layout"),
         ({"peft_version": "0.18.1"}, r"experts\.gate_up_proj, where PEFT 0\.18\.1, which saved it"),
         ({"peft_version": "0.19.0"}, r"experts\.gate_up_proj, where PEFT 0\.19\.0, which saved it"),
@@ -130,11 +129,3 @@ def test_versions_of_peft_that_read_these_stacks_alike_are_merged(tmp_path: Path
     write(folder, peft_version="0.19.0")
     with pytest.raises(ConfigError, match=rf"PEFT 0\.19\.0, .* the installed PEFT {re.escape(peft.__version__)}"):
         merge("gpt_oss", folder)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_an_unknown_key_without_a_value_is_named(mixtrals: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(mixtrals, tmp_path / "adapter")
-    write(folder, future_config=None, use_future=False)
-    with pytest.warns(UserWarning, match=r"does not know: future_config, use_future$"):
-        merge("mixtral", folder)

@@ -53,7 +53,7 @@ def test_a_stamped_run_is_merged_as_a_recorded_one(run: Path) -> None:
     assert Manifest.load(run / "adapter" / "kbitwrap.json") == manifest
     merge_checkpoint(None, run / "adapter", run / "out", check=True)
     assert_same_model(run / "out", run / "live")
-    assert "as a manifest says that was made after the run" in (run / "out" / "README.md").read_text()
+    assert "in nf4 in training, which the manifest says" in (run / "out" / "README.md").read_text()
 
 
 def test_what_nothing_proves_is_unknown(run: Path) -> None:

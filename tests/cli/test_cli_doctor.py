@@ -40,26 +40,25 @@ def broken(adapter: Path, tmp_path: Path) -> Path:
 def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(adapter)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{adapter}: faults: 0, not measured: 1",
+        f"{adapter}: no fault found in 3 checks; not measured: 1",
         f"not measured: whether the base is the manifest's, and unchanged: {NO_MANIFEST}",
         "",
-        "looked at:",
-        f"{adapter}: files: fine: adapters, weights and configs can be read",
-        f"{adapter}: lora_B: fine: not all of 10 are zero",
-        f"{adapter}: adapter config: fine: PEFT reads it: 'LORA'",
-        f"{adapter}: adapter values: fine: 20 tensors are finite",
-        f"{adapter}: adapter dtypes: fine: float32",
-        f"{adapter}: base: not measured: {NO_MANIFEST}",
+        f"looked at in {adapter}:",
+        "  files: fine: adapters, weights and configs can be read",
+        "  lora_B: fine: not all of 10 are zero",
+        "  adapter values: fine: 20 tensors are finite",
+        f"  base: not measured: {NO_MANIFEST}",
     ]
 
 
 def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{broken}: faults: 1, not measured: 1"
-    tensor = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
-    assert lines[3].startswith(f"fault: an adapter is not finite: {broken}: ['{tensor}']; ")
-    assert f"{broken}: adapter values: fault: an adapter is not finite" in lines
+    assert lines[0] == f"{broken}: faults: 1 in 3 checks; not measured: 1"
+    assert lines[3:5] == ["an adapter is not finite", f"  where: {broken}"]
+    assert lines[5].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
+    assert lines[6].startswith("  remedy: ")
+    assert "  adapter values: fault: an adapter is not finite" in lines
 
 
 def test_doctor_prints_its_report_as_json(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +71,7 @@ def test_doctor_measures_with_a_base_and_an_adapter(
 ) -> None:
     zoo.load("llama").save_pretrained(tmp_path / "base")
     assert main(["doctor", str(tmp_path / "base")]) == 0
-    assert f": merge: not measured: {GIVE_ADAPTER}" in capsys.readouterr().out
+    assert f"  merge: not measured: {GIVE_ADAPTER}" in capsys.readouterr().out
     training.adapt("llama", zoo.load("llama")).merge_and_unload().save_pretrained(tmp_path / "merged")
     options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "base"), *options]) == 1
@@ -217,7 +216,7 @@ def test_the_first_lines_say_that_a_merge_was_not_measured(
     assert main(["doctor", str(merged), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
-        f"{merged}: faults: 0, not measured: 1",
+        f"{merged}: no fault found in 2 checks; not measured: 1",
         f"not measured: whether it is a merge, and how much of the adapter it holds: {GIVE_ADAPTER}",
         "",
     ]
@@ -234,7 +233,7 @@ def test_a_folder_that_is_compared_with_the_dequantized_base_is_not_asked_for_an
     assert main(["merge", base, "--no-adapter", "--out", str(served), "--quant", "nf4"]) == 0
     capsys.readouterr()
     assert main(["doctor", str(served), "--base", base, "--quant", "nf4"]) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == [f"{served}: faults: 0, not measured: 0", ""]
+    assert capsys.readouterr().out.splitlines()[:2] == [f"{served}: no fault found in 3 checks; not measured: 0", ""]
     assert main(["doctor", str(run / "merged"), "--base", base, "--quant", "nf4"]) == 1
     assert "if an adapter was merged into it, give that (adapter, --adapter)" in capsys.readouterr().out
 

@@ -238,8 +238,8 @@ def test_merging_again_replaces_its_model_card_unless_somebody_has_written_in_it
     merge()
     card = tmp_path / "out" / "README.md"
     of_another = _CARD.format(
-        **{"base_model": "", "name": "other", "title": "t", "how": "how", "added": ", a", "made": "Merged"},
-        **{"tool": "kbitwrap 9", "device": "cuda", "measured": ""},
+        **{"base_model": "", "name": "other", "title": "t", "form": "in nf4", "source": "was given", "added": " A."},
+        **{"version": "9", "device": "cuda", "notes": ""},
     )
     written = card.read_text()
     card.write_text(of_another)

@@ -272,7 +272,7 @@ def test_the_dequantized_base_alone_is_what_a_merge_without_a_delta_is(tmp_path:
     assert (report.merged, report.kept) == ((), None)
     card = (tmp_path / "base" / "README.md").read_text()
     assert ", dequantized\n" in card
-    assert "(nf4, without double quantization)" in card
+    assert "were in nf4 in training" in card
     assert "of what the adapter adds" not in card
 
 

@@ -1,8 +1,7 @@
-"""Updates that round to nothing: counted while a Trainer trains, refused in the wrong dtype, and estimated of a run."""
+"""Updates that round to nothing: counted while a Trainer trains, and training in the wrong dtype, which is refused."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from kbitwrap import KbitPreparedModel, StateError, doctor
+from kbitwrap import StateError
 from kbitwrap.integrations import KbitTrainerCallback, prepared_trainer
 from kbitwrap.integrations.lost_updates import LostUpdates
 from support.thorough import few
@@ -142,51 +141,3 @@ def test_a_resumed_run_of_a_prepared_trainer_is_the_uninterrupted_one(dtype: Any
     losses, weights = outcome(run())
     again = run(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert outcome(again) == (losses[1:], weights)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The doctor's estimate.
-# ----------------------------------------------------------------------------------------------------
-
-
-def examined(folder: Path) -> Any:
-    (found,) = [one for one in doctor(folder).looked_at if one.what == "lost updates" and one.where == str(folder)]
-    return found
-
-
-@pytest.mark.parametrize(("dtype", "rate"), [("bfloat16", 2e-5), ("bfloat16", 1e-2), ("float32", 2e-5)])
-def test_the_doctor_estimates_what_the_next_step_would_lose(dtype: Any, rate: float, tmp_path: Path) -> None:
-    model = load_base()
-    with KbitPreparedModel(model, precision="none", adapter_dtype=dtype) as prepared:
-        callback = KbitTrainerCallback(prepared, count_lost_updates=True)
-        settings = {"learning_rate": rate, "logging_steps": 1, "lr_scheduler_type": "constant", **EVERY_STEP}
-        trainer = trainer_for(adapt(model), tmp_path, callbacks=[callback], **settings)
-        trainer.train()
-    folder = tmp_path / "checkpoint-2"
-    found = examined(folder)
-    logged = trainer.state.log_history[NUM_STEPS - 1]["lost_updates"]  # of the step after the checkpoint
-    is_fault = logged > 0.5
-    assert found.outcome == ("fault" if is_fault else "fine")
-    if is_fault:
-        (finding,) = [one for one in doctor(folder).findings if "round to nothing" in one.what]
-        found_share = float(finding.evidence.split()[1].rstrip("%")) / 100
-        assert 'adapter_dtype="float32"' in finding.remedy
-    else:
-        found_share = float(found.evidence.split()[1].rstrip("%")) / 100
-    assert abs(found_share - logged) < 0.1
-
-
-def test_what_the_doctor_cannot_estimate_is_not_measured(tmp_path: Path) -> None:
-    with KbitPreparedModel(load_base()) as prepared:
-        trainer = trainer_for(adapt(prepared.model), tmp_path / "run", optim="sgd", **EVERY_STEP)
-        trainer.train()
-    assert examined(tmp_path / "run" / "checkpoint-2").outcome == "not measured"
-    shutil.rmtree(tmp_path / "run")
-    with KbitPreparedModel(load_base()) as prepared:
-        trainer = trainer_for(adapt(prepared.model), tmp_path / "run", **EVERY_STEP)
-        trainer.train()
-    folder = tmp_path / "run" / "checkpoint-2"
-    state = torch.load(folder / "optimizer.pt", weights_only=True)
-    state["state"][0]["exp_avg"] = torch.zeros(3)
-    torch.save(state, folder / "optimizer.pt")
-    assert examined(folder).outcome == "not measured"
