@@ -49,8 +49,6 @@ They also say what is not as the config says.
 DEQUANTIZED_BY = "dequantized_by"
 """The attribute of a built model for the quantizer that dequantizes its files; absent where none does."""
 
-# The numbers of a config of which shapes are made.
-_SIZES = re.compile(r"size|dim$|layers?$|heads?$|experts$|d_model|d_ff|d_kv|n_embd")
 # What a config counts, and models have by the thousand at most; the modules of the
 # largest are 120,000.
 _COUNTS = re.compile(r"layer|depth|expert|labels")
@@ -64,8 +62,8 @@ def meta_model(
 
     No weight is read or allocated.
     """
-    config, content = _read(name_or_path)
-    assumed = _left_to_defaults(config, content)
+    config = read_config(name_or_path)
+    assumed: list[str] = []
     # A composite config has its dtype in its parts; of two text parts the decoder's
     # counts.
     text_config = config.get_text_config(decoder=True)
@@ -107,30 +105,6 @@ def kept_dtype(of_files: torch.dtype, asked: torch.dtype) -> str:
 def as_plain(settings: Any) -> Any:
     """Return a quantization config as plain values, as it is in files; that of a loaded model is an object."""
     return settings.to_dict() if hasattr(settings, "to_dict") else settings
-
-
-def _left_to_defaults(config: Any, content: Mapping[str, Any]) -> list[str]:
-    """Name the sizes that a file leaves to the defaults of its class.
-
-    The sizes of nested configs may be left out.
-    """
-    if not content:
-        return []
-
-    given = {config.attribute_map.get(name, name) for name in content}
-    left = []
-    for name, parameter in inspect.signature(type(config)).parameters.items():
-        default = parameter.default
-        is_size = type(default) is int and default > 1 and _SIZES.search(name)
-        is_given = config.attribute_map.get(name, name) in given
-        if is_size and not is_given and getattr(config, name, None) == default:
-            left.append(f"{name} {default}")
-
-    if not left:
-        return []
-
-    defaults = f"the defaults of {type(config).__name__}: {', '.join(left)}"
-    return [f"sizes that its config lacks are {defaults}"]
 
 
 def load_pretrained(
@@ -327,17 +301,10 @@ def _reason(error: BaseException) -> str:
 
 def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     """Read a config; a config object is copied, for it is written to later."""
-    return _read(name_or_path, trust_remote_code)[0]
-
-
-def _read(
-    name_or_path: Any, trust_remote_code: bool = False
-) -> tuple[Any, Mapping[str, Any]]:
-    """Read a config, and the content of its file; a config object has none."""
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(name_or_path, PretrainedConfig):
-        return copy.deepcopy(name_or_path), {}
+        return copy.deepcopy(name_or_path)
 
     if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
         raise ConfigError(
@@ -370,7 +337,7 @@ def _read(
             reason = "it brings code along, which runs only with trust_remote_code=True (--trust-remote-code)"
         raise ConfigError(f"cannot read a config from {name!r}: {reason}") from error
 
-    return config, content
+    return config
 
 
 def _model_class(config: Any) -> Any:
