@@ -214,6 +214,7 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
             lock = _lock(hidden)
         assert hidden is not None
         yield hidden, target
+        finish(_clear, hidden.name, target)
     except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
         raise ExportError(
@@ -221,6 +222,7 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
             "left there"
         ) from error
     finally:
+        # again, where an error came at the line above
         if hidden is not None:
             finish(_clear, hidden.name, target)
         for parent in made:

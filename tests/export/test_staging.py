@@ -256,6 +256,22 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert names_in(tmp_path / "deep") == ["file"]
 
 
+def test_an_error_before_the_hidden_folder_is_removed_leaves_no_hidden_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, calls = staging_module.finish, itertools.count()
+
+    def fail_at_first(*arguments: Any) -> None:
+        if next(calls) == 0:
+            raise MemoryError
+        finish(*arguments)
+
+    monkeypatch.setattr(staging_module, "finish", fail_at_first)
+    with pytest.raises(MemoryError):
+        atomic_write(tmp_path / "file", b"new", is_any)
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     with pytest.raises(ExportError, match="expected nothing, or a file that a save has written before, found a folder"):
