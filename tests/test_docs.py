@@ -51,7 +51,6 @@ ELSEWHERE = {
     "train_dataset=train_dataset).train()": "integrations/test_trainer_page.py",
     "class Sample": "integrations/test_trainer_page.py",
     "torch.optim.AdamW(p for p in": "integrations/test_trainer_page.py",
-    "suspend_evaluation=True": "integrations/test_trainer_page.py",
     "SuspendedEvaluation(": "integrations/test_trainer_page.py",
     "float64, rounded to bfloat16": "export/test_merge.py",
     "replace_parameter_4bit_prequantized": "test_experts.py",

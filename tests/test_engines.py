@@ -30,7 +30,7 @@ from kbitwrap import (
     build_plan,
     check_sharding,
 )
-from kbitwrap.integrations import KbitTrainerCallback
+from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
 from support import forks, settings, zoo
 from support.engines import ENGINES, FSDP2_STORAGE, copy_adapters, flags, fsdp1, whole
 from support.files import SHARD, read, saved
@@ -323,13 +323,13 @@ def trains_with_the_callback(rank: int, engine: str, model: nn.Module, folder: P
     prepared = KbitPreparedModel(model, precision="norms").prepare()
     manifest = prepared.manifest()
     peft_model = adapt(model)
-    callback = KbitTrainerCallback(prepared, suspend_evaluation=True)
+    callback = KbitTrainerCallback(prepared)
     arguments = Arguments(
         str(folder), use_cpu=True, max_steps=2, report_to=[], disable_tqdm=True, save_strategy="no",
         eval_strategy="steps", eval_steps=1, per_device_train_batch_size=2, remove_unused_columns=False,
     )  # fmt: skip
     rows = dataset(model)
-    trainer = transformers.Trainer(peft_model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+    trainer = SuspendedEvaluation(peft_model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
     # As Trainer does when accelerate shards; on a CPU accelerate knows of DDP alone.
     trainer.accelerator.prepare_model = lambda model, **kwargs: model
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = ENGINES[engine](peft_model)

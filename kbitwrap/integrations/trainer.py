@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -31,14 +31,15 @@ from kbitwrap import (
     ManifestDiff,
     ManifestError,
     ManifestMismatchError,
-    PrepareConfig,
     StateError,
     UnsupportedModelError,
-    build_plan,
     prepared_of,
 )
 
+from ..model.tree import ModelTree
 from ..model.wrappers import is_sharded_tensor
+from ..preparation.casts import Casts
+from ..reports import first_of
 from .lost_updates import LostUpdates
 
 _Model = Any  # a module, or ``None``
@@ -46,7 +47,7 @@ _OF_FSDP1 = "_fsdp_wrapped_module."
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
-    """Records the preparation in every checkpoint, refuses to resume on another one, and can suspend for evaluation.
+    """Records the preparation in every checkpoint, and refuses to resume on another one.
 
     Each checkpoint folder gets the manifest, written by the processes that save. The
     manifest's essence (the settings, the model, one digest over all tensors) is also
@@ -60,22 +61,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     ``PeftModel``. A callback that is added to a ``Trainer`` later is too late for that:
     ``adopt`` the model before.
 
-    With ``suspend_evaluation``, evaluations during training run on the base in its
-    original state, as it will be after ``restore``; training continues bit for bit as
-    without an evaluation. The callback suspends at the end of a step or an epoch, when
-    it learns that an evaluation follows, and resumes after the evaluation. Put it last:
-    callbacks after it find the model suspended, and an evaluation that they request is
-    refused. Any other evaluation on the prepared model is refused too: several
-    evaluation datasets, and ``evaluate`` and ``predict`` outside training, which no
-    event announces. `SuspendedEvaluation` covers these as well. An evaluation that
-    raises leaves the model suspended until the end of its with-block or until
-    ``prepared.resume()``.
-
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the
             model.
         manifest_name: The name of the manifest's file in a checkpoint folder.
-        suspend_evaluation: Whether to evaluate in the original state.
         count_lost_updates: Whether to log, as ``"lost_updates"``, which share of the
             updates since the last log left the value as it was (`LostUpdates`). The log
             history and the callbacks after this one get it; trackers of ``report_to``
@@ -84,10 +73,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     Raises:
         StateError: When training begins: the model is not prepared, not prepared by
             ``prepared``, or suspended; or an adapter is not in ``adapter_dtype``,
-            because it was made or loaded after the model was adopted. When the model is evaluated: it should be
-            suspended and is not, or cannot be, because several processes train and a
-            trained parameter would change its dtype. After a step: an evaluation was
-            called off.
+            because it was made or loaded after the model was adopted. When a step
+            begins, and when training ends: the model is suspended.
         UnsupportedModelError: When training begins: accelerate's FSDP sharded 4-bit
             weights that are stored as integers; or checkpoints are saved or resumed, and
             PEFT does not find the adapters in what FSDP1 wrapped.
@@ -99,8 +86,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     Example:
         >>> from kbitwrap.integrations import KbitTrainerCallback
         >>> callback = KbitTrainerCallback()  # for Trainer(..., callbacks=[callback])
-        >>> callback.manifest_name, callback.suspend_evaluation
-        ('kbitwrap.json', False)
+        >>> callback.manifest_name
+        'kbitwrap.json'
     """
 
     def __init__(
@@ -108,23 +95,19 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         prepared: KbitPreparedModel | None = None,
         *,
         manifest_name: str = "kbitwrap.json",
-        suspend_evaluation: bool = False,
         count_lost_updates: bool = False,
     ) -> None:
         self.prepared = prepared
         self.manifest_name = manifest_name
-        self.suspend_evaluation = suspend_evaluation
         self.count_lost_updates = count_lost_updates
         self._lost_updates = LostUpdates()
         self._manifest: Manifest | None = None
-        self._resume: Callable[[], bool] | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
         essence = None if self._manifest is None else self._manifest.essence()
         args = {
             "manifest_name": self.manifest_name,
-            "suspend_evaluation": self.suspend_evaluation,
             "count_lost_updates": self.count_lost_updates,
         }
         return {"args": args, "attributes": {}, "preparation": essence}
@@ -145,21 +128,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         state: TrainerState,
         control: TrainerControl,
         model: _Model = None,
-        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
         prepared = self._wrapper(model)
         if prepared is not None:
-            if prepared.state is not LifecycleState.PREPARED:
-                raise StateError(
-                    "training was started while the model is suspended, as after an evaluation that raised. No step "
-                    "was taken, but a checkpoint may have been loaded and an optimizer created in that state. Call "
-                    "prepared.resume(), make a new Trainer, and train",
-                    state=prepared.state,
-                    expected=(LifecycleState.PREPARED,),
-                )
-            self._resume = None
+            self._refuse_suspended(args, state, control, model)
             _refuse_sharded_integers(model)
             if args.save_strategy != "no" or state.global_step:
                 _refuse_lost_adapters(model)
@@ -181,29 +155,22 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
         # A checkpoint that was saved without this callback has no place for it.
         vars(state)["stateful_callbacks"][type(self).__name__] = self.state()
-        self._suspend_for(args.eval_on_start, model, optimizer)
 
-    def _expect_evaluated(
+    def _refuse_suspended(
         self, args: Any, state: Any, control: Any, model: _Model = None, **kwargs: Any
     ) -> None:
-        """Refuse to continue while the model is suspended; resume a model that this callback suspended."""
-        resume = self._resume
-        self._resume = None
+        """Raise where the model is suspended: training would go on from rounded values."""
         prepared = self._wrapper(model)
-        if prepared is None or prepared.state is not LifecycleState.SUSPENDED:
-            return
-        if resume is not None:
-            resume()
-        raise StateError(
-            f"at step {state.global_step} the model was suspended: an evaluation was cancelled or did not report its "
-            "end, or another callback suspended the model. Checkpoints saved or loaded and random numbers drawn since "
-            "then may be wrong. Make KbitTrainerCallback the last of the callbacks, or use "
-            "kbitwrap.integrations.SuspendedEvaluation",
-            state=LifecycleState.SUSPENDED,
-            expected=(LifecycleState.PREPARED,),
-        )
+        if prepared is not None and prepared.state is LifecycleState.SUSPENDED:
+            raise StateError(
+                f"training needs the prepared model, which is suspended at step {state.global_step}, by another "
+                "callback or since an evaluation that raised: call prepared.resume(), make a new Trainer, and train. "
+                "Checkpoints saved or loaded meanwhile, and an optimizer made meanwhile, may hold rounded values",
+                state=LifecycleState.SUSPENDED,
+                expected=(LifecycleState.PREPARED,),
+            )
 
-    on_step_begin = on_train_end = _expect_evaluated
+    on_step_begin = on_train_end = _refuse_suspended
 
     def on_pre_optimizer_step(
         self, *args: Any, optimizer: Any = None, **kwargs: Any
@@ -235,42 +202,6 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if logs is not None:
             logs["lost_updates"] = share
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: _Model = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Suspend where an evaluation follows."""
-        self._expect_evaluated(args, state, control, model)
-        self._suspend_for(control.should_evaluate, model, optimizer)
-
-    on_epoch_end = on_step_end
-
-    def on_prediction_step(
-        self, *args: Any, model: _Model = None, **kwargs: Any
-    ) -> None:
-        """Refuse to evaluate the prepared model where the original state is to be evaluated."""
-        prepared = _prepared(model)
-        if self.suspend_evaluation and prepared is not None:
-            raise StateError(
-                "KbitTrainerCallback(suspend_evaluation=True): this evaluation runs on the prepared model, not in its "
-                "original state. A callback can suspend only for an evaluation during training, only for the first "
-                "dataset, and only if no later callback requested it. Use the trainer "
-                "kbitwrap.integrations.SuspendedEvaluation instead, or evaluate inside `with prepared.suspended()`",
-                state=prepared.state,
-                expected=(LifecycleState.SUSPENDED,),
-            )
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Resume after the evaluation."""
-        if self._resume is not None:
-            self._resume()
-            self._resume = None
-
     def on_save(
         self,
         args: TrainingArguments,
@@ -280,7 +211,6 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Write the manifest into the checkpoint folder."""
-        self._expect_evaluated(args, state, control, model)
         if not args.should_save or self._manifest is None:
             return
         folders = _checkpoint_folders(args, state)
@@ -294,64 +224,49 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
 
-    def _suspend_for(self, is_evaluated: bool, model: _Model, optimizer: Any) -> None:
-        """Suspend where the model is to be evaluated."""
-        prepared = self._wrapper(model)
-        if self.suspend_evaluation and is_evaluated and prepared is not None:
-            _let_evaluate(optimizer)
-            self._resume = prepared.suspend()
-
     def _wrapper(self, model: _Model) -> KbitPreparedModel | None:
         """Return the model's wrapper; ``None`` where that is another than the one given."""
         found = prepared_of(model)
-        if self.prepared is None or found is self.prepared:
-            return found
-        return None
+        return found if self.prepared in (None, found) else None
 
     def _compare(self, args: TrainingArguments, state: TrainerState) -> None:
         """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
-        # The states of callbacks stand by the name of their class, which may have been
-        # derived from this one; those of several callbacks of one class are a list.
+        # by the name of a class, which may be derived from this one; several are a list
         expected = None
         for saved in vars(state)["stateful_callbacks"].values():
             for one in saved if isinstance(saved, list) else [saved]:
-                essence = one.get("preparation") if isinstance(one, dict) else None
-                if expected is None and isinstance(essence, dict):
-                    expected = essence
+                if isinstance(one, dict) and isinstance(one.get("preparation"), dict):
+                    expected = one["preparation"]
 
         # the folder that was probably resumed from
         folders = _checkpoint_folders(args, state)
         if args.resume_from_checkpoint:
             folders.insert(0, Path(args.resume_from_checkpoint))
-        paths = [folder / self.manifest_name for folder in folders]
-        path = next((path for path in paths if path.is_file()), None)
-
-        if expected is None and path is not None:
-            expected = Manifest.load(path).essence()
-        if expected is None:
-            if self._manifest is not None:
-                warnings.warn(
-                    f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base "
-                    "was prepared in the same way, the losses will differ from those of the first run",
-                    UserWarning,
-                    stacklevel=3,
-                )
-            return
-        if self._manifest is not None and not self._manifest.diff_essence(expected):
-            return
-
-        # The differences are those of tensors too where the checkpoint's own manifest is found.
-        recorded = None
-        where = f"the checkpoint's {self.manifest_name}"
-        if path is not None:
-            # damaged, or another checkpoint's: the essence is compared without it
+        recorded, where = None, f"the checkpoint's {self.manifest_name}"
+        for folder in folders:
+            path = folder / self.manifest_name
+            # A damaged one, and that of another checkpoint, say nothing.
             with contextlib.suppress(ManifestError):
-                found_there = Manifest.load(path)
-                if not found_there.diff_essence(expected):
-                    recorded, where = found_there, repr(str(path))
+                manifest = Manifest.load(path)
+                is_its_own = expected is None or not manifest.diff_essence(expected)
+                if recorded is None and is_its_own:
+                    recorded, where = manifest, repr(str(path))
+        if expected is None and recorded is not None:
+            expected = recorded.essence()
 
+        if expected is None:
+            warnings.warn(
+                f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base was "
+                "prepared in the same way, the losses will differ from those of the first run",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
         found = ManifestDiff({"": {"prepared": (True, False)}})
         if self._manifest is not None:
+            if not self._manifest.diff_essence(expected):
+                return
+            # of tensors too, where the checkpoint's own manifest is found
             found = self._manifest.diff_essence(expected, recorded)
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
@@ -395,18 +310,13 @@ class SuspendedEvaluation(Trainer):
         if prepared is None:
             return super().evaluation_loop(*args, **kwargs)
 
-        _let_evaluate(self.optimizer)
+        # Schedule-free optimizers write the values that are to be evaluated, which the
+        # suspension then rounds.
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "eval", None)):
+            optimizer.eval()
         with prepared.suspended():
             return super().evaluation_loop(*args, **kwargs)
-
-
-def _let_evaluate(optimizer: Any) -> None:
-    """Let an optimizer write the values that it wants evaluated, before a suspension rounds them.
-
-    ``Trainer`` asks it again, for nothing, in the loop, and for the trained ones at the next step.
-    """
-    if callable(getattr(optimizer, "eval", None)):
-        optimizer.eval()
 
 
 @contextlib.contextmanager
@@ -541,29 +451,16 @@ def _refuse_lost_adapters(model: _Model) -> None:
 
 def _refuse_other_dtypes(prepared: KbitPreparedModel, model: _Model) -> None:
     """Raise where an adapter is not in the dtype that the preparation asks for."""
-    dtype = prepared.config.adapter_dtype
-    if dtype is None:
-        return
-    # A plan lists what is to be cast; that of a sharded model is refused, whose adapters
-    # stay as they are.
-    config = PrepareConfig(
-        precision="none",  # type: ignore[arg-type]
-        gradient_checkpointing=False,
-        adapter_dtype=dtype,
-    )
-    with contextlib.suppress(UnsupportedModelError):
-        plan = build_plan(model, config)
-        casts = [edit for edit in plan.edits if edit.action == "cast"]
-        if casts:
-            raise StateError(
-                f"adapter_dtype={dtype!r}, and {casts[0].describe().removeprefix('cast ')} "
-                "are in another dtype: they were made or loaded after the model was "
-                "adopted, as when training is resumed. No step was taken. Train inside "
-                f"`with prepared_trainer(trainer, adapter_dtype={dtype!r})`, or call "
-                "prepared.adopt(model) before the optimizer is made",
-                state=prepared.state,
-                expected=(LifecycleState.PREPARED,),
-            )
+    dtype, tree = prepared.config.adapter_dtype, ModelTree(model)
+    for edit in Casts(tree, prepared.config, tree.quantization).cast_adapters:
+        raise StateError(
+            f"adapter_dtype={dtype!r}, and {first_of(edit.fqns)} are in another dtype: they were made or loaded after "
+            "the model was adopted, as when training is resumed. No step was taken. Train inside "
+            f"`with prepared_trainer(trainer, adapter_dtype={dtype!r})`, or call prepared.adopt(model) before the "
+            "optimizer is made",
+            state=prepared.state,
+            expected=(LifecycleState.PREPARED,),
+        )
 
 
 _manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = (

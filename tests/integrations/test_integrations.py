@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kbitwrap import KbitPreparedModel, LifecycleState, Manifest, ManifestMismatchError, StateError
-from kbitwrap.integrations import KbitTrainerCallback, prepared_trainer
+from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation, prepared_trainer
 from support import zoo
 from support.pairwise import pairwise
 from support.snapshot import Snapshot
@@ -138,6 +138,10 @@ def test_a_base_without_adapters_is_accepted_where_it_is_trained(tmp_path: Path)
     assert second.losses == first.losses[2:]
 
 
+class SuspendingTrainer(SuspendedEvaluation, RecordingTrainer):
+    """Evaluates in the original state."""
+
+
 class Allocates:
     """Hook of a module: one of its calls with more than one row asks for more memory than any machine has."""
 
@@ -164,7 +168,7 @@ def test_a_search_for_the_batch_size_goes_on_after_each_attempt(tmp_path: Path, 
         peft_model = adapt(model)
         handle = model.model.layers[0].mlp.register_forward_pre_hook(hook)
         trainer = trainer_for(
-            peft_model, tmp_path, callbacks=[KbitTrainerCallback(prepared, suspend_evaluation=True)],
+            peft_model, tmp_path, callbacks=[KbitTrainerCallback(prepared)], cls=SuspendingTrainer,
             auto_find_batch_size=True, per_device_train_batch_size=4, eval_dataset=dataset(model),
             eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=1, **EVERY_STEP,
         )  # fmt: skip

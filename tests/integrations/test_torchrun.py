@@ -15,11 +15,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from kbitwrap import KbitPreparedModel, Manifest
-from kbitwrap.integrations import KbitTrainerCallback
+from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
 from support import forks, zoo
 from support.snapshot import Snapshot
 from support.thorough import few
-from support.trainers import NUM_STEPS, adapt, dataset, trainer_for
+from support.trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, trainer_for
 
 BLOCKS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 FSDP: dict[str, dict[str, Any]] = {
@@ -28,6 +28,10 @@ FSDP: dict[str, dict[str, Any]] = {
     # By default, accelerate asks for a device to send rank 0's values from, and raises where there is none.
     "fsdp1": {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False, **BLOCKS}},
 }
+
+
+class SuspendingTrainer(SuspendedEvaluation, RecordingTrainer):
+    """Evaluates in the original state."""
 
 
 def load() -> torch.nn.Module:
@@ -44,7 +48,7 @@ def train(precision: str, options: dict[str, Any], folder: Path) -> None:
     with KbitPreparedModel(model, precision=precision) as prepared:
         peft_model = adapt(model)
         trainer = trainer_for(
-            peft_model, folder, callbacks=[KbitTrainerCallback(prepared, suspend_evaluation=True)],
+            peft_model, folder, callbacks=[KbitTrainerCallback(prepared)], cls=SuspendingTrainer,
             eval_dataset=dataset(model), eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
             ddp_backend="gloo", ddp_find_unused_parameters=False, **options,
         )  # fmt: skip

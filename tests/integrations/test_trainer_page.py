@@ -87,9 +87,8 @@ def test_block_with_a_callback(page: Callable[[str], dict[str, Any]]) -> None:
 
 
 @as_on_a_machine_without_accelerator
-@pytest.mark.parametrize("text", ["suspend_evaluation=True", "SuspendedEvaluation("])
-def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]], text: str) -> None:
-    names = page(text)
+def test_block_that_evaluates_suspended(page: Callable[[str], dict[str, Any]]) -> None:
+    names = page("SuspendedEvaluation(")
     losses = [row["eval_loss"] for row in names["trainer"].state.log_history if "eval_loss" in row]
     assert len(losses) == 3
     with torch.no_grad():

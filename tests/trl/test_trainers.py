@@ -351,25 +351,27 @@ class States(TrainerCallback):
 
 @pytest.mark.usefixtures("not_repacking")  # repacking gives weights other memory
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
-def test_evaluation_may_be_suspended(kind: str, tmp_path: Path) -> None:
+def test_evaluation_may_be_suspended(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome(train(kind, "model", tmp_path, "norms"))
-    states = States()
     settings: dict[str, Any] = {"eval_dataset": runs.dataset(kind), "eval_strategy": "steps", "eval_steps": 1}
-    callbacks = [states, KbitTrainerCallback(suspend_evaluation=True)]
-    trainer = train(kind, "model", tmp_path, "norms", callbacks=callbacks, **settings)
-    assert set(states.seen) == {LifecycleState.SUSPENDED}
-    assert outcome(trainer) == expected
     train(kind, "model", tmp_path, "norms", callbacks=[prepared_states := States()], **settings)
     assert set(prepared_states.seen) == {LifecycleState.PREPARED}
+    suspending(kind, monkeypatch)
+    trainer = train(kind, "model", tmp_path, "norms", callbacks=[states := States()], **settings)
+    assert set(states.seen) == {LifecycleState.SUSPENDED}
+    assert outcome(trainer) == expected
 
 
-class SuspendedSFTTrainer(SuspendedEvaluation, SFTTrainer):
-    pass
+def suspending(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the trainers of a kind evaluate in the original state."""
+    cls, arguments = TRAINERS[kind]
+    suspended = type(f"Suspended{cls.__name__}", (SuspendedEvaluation, cls), {})
+    monkeypatch.setitem(TRAINERS, kind, (suspended, arguments))
 
 
 @pytest.mark.usefixtures("not_repacking")  # repacking gives weights other memory
 def test_suspended_evaluation_goes_before_trls_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRAINERS, "sft", (SuspendedSFTTrainer, TRAINERS["sft"][1]))
+    suspending("sft", monkeypatch)
     states = States()
     trainer = trainer_for("sft", "model", tmp_path, callbacks=[states], eval_dataset=runs.dataset("sft"))
     with leaving_nothing(trainer), prepared_trainer(trainer):
