@@ -18,7 +18,7 @@ from .errors import StateError
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree
 from .model.wrappers import REPLACES
-from .preparation.preparation import Preparation, changing, explain
+from .preparation.preparation import Preparation, changing
 from .preparation.process import empty_cache
 from .prepared import KbitPreparedModel, PeftPreparedModel
 from .reports import RestoreReport
@@ -187,9 +187,6 @@ def patched(precision: Precision | str = "full") -> Iterator[None]:
     try:
         _replace(functions, places)
         yield
-    except Exception as error:
-        explain(error)
-        raise
     finally:
         _replace([(new, old) for old, new in functions], places)
 

@@ -236,7 +236,6 @@ class KbitPreparedModel:
         try:
             # what was suspended in the body and not resumed, by a generator say
             self.resume()
-            self._expect_prepared("restore").explain(exc)
             self.restore()
         except Exception:
             if exc is None:  # else the body's exception is what the caller has to see
@@ -278,10 +277,6 @@ class KbitPreparedModel:
         try:
             self._suspend(suspension, "suspended")
             yield self.model
-        except Exception as error:
-            if self._preparation is not None:
-                self._preparation.explain(error)
-            raise
         finally:
             finish(self._end, suspension)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -394,8 +392,8 @@ def test_what_is_said_beforehand_comes_true() -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def is_explained(rank: int, precision: str, autocast: bool, model: nn.Module) -> None:
-    """FSDP1's own error is the one seen, the way out is with it, and the model is as it was."""
+def is_restored_where_fsdp1_refuses(rank: int, precision: str, autocast: bool, model: nn.Module) -> None:
+    """FSDP1's own error is the one seen, and the model is as it was."""
     before = Snapshot(model)
     lives = []
 
@@ -404,12 +402,8 @@ def is_explained(rank: int, precision: str, autocast: bool, model: nn.Module) ->
             lives.append(peft.get_peft_model(model, zoo.lora_config("llama"), autocast_adapter_dtype=autocast))
             fsdp1(lives[0])
 
-    with pytest.raises(ValueError, match=r"^Must flatten tensors with uniform dtype") as caught:
+    with pytest.raises(ValueError, match=r"^Must flatten tensors with uniform dtype"):
         train()
-    text = "".join(traceback.format_exception(caught.value))
-    if sys.version_info >= (3, 11):
-        assert f"prepared with precision {precision!r}" in text
-        assert all(word in text for word in ("'norms'", "autocast_adapter_dtype=False", "check_sharding(model, "))
     lives[0].unload()
     torchs = (": _fsdp_use_orig_params", ": _is_fsdp_managed_module", ": attributes")  # marks that FSDP1 leaves
     assert before.diff(Snapshot(model), moved=True, ignore=torchs) == []
@@ -471,12 +465,12 @@ def refuse_and_leave_whole(rank: int, join: forks.Join, folder: Path) -> None:
     expected = saved(whole, folder / f"saved-{rank}")
     with join():
         for precision, autocast, model in mixed:
-            is_explained(rank, precision, autocast, model)
+            is_restored_where_fsdp1_refuses(rank, precision, autocast, model)
         is_refused_by_name(rank, flat, folder)
         for model, is_prepared in four_bit:
             refuses_a_backward(rank, model, is_prepared)
         is_whole_until_a_backward(rank, whole, folder, expected)
 
 
-def test_what_fsdp1_refuses_is_explained_and_what_it_leaves_whole_is_named(tmp_path: Path) -> None:
+def test_what_fsdp1_refuses_leaves_the_model_as_it_was_and_what_it_leaves_whole_is_named(tmp_path: Path) -> None:
     forks.run_ranks(refuse_and_leave_whole, tmp_path)

@@ -139,15 +139,11 @@ def test_a_plan_names_experts_that_are_not_quantized_in_a_model_that_is() -> Non
 
     model = zoo.load("mixtral")
     (warning,) = found(model)
-    num_bytes = sum(p.nbytes for layer in model.model.layers for p in layer.mlp.experts.parameters())
-    assert warning.startswith(
-        "4 stacks of experts are not quantized, model.layers.0.mlp.experts.gate_up_proj the first"
-    )
-    assert f"{num_bytes / 2**10:.1f} KiB" in warning
+    assert "not quantized, model.layers.0.mlp.experts.gate_up_proj the first" in warning
     assert "replace_parameter_4bit" in warning
     replace_parameter_4bit(model.model.layers[0].mlp.experts, "gate_up_proj")
     (warning,) = found(model)
-    assert warning.startswith("3 stacks of experts are not quantized, model.layers.0.mlp.experts.down_proj the first")
+    assert "not quantized, model.layers.0.mlp.experts.down_proj the first" in warning
     assert not found(load())
     assert not found(zoo.load("mixtral", quant=None))
     assert not found(zoo.load("llama"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import accelerate
 import pytest
 import torch
 from torch import nn
@@ -353,38 +352,6 @@ def test_freed_blocks_are_returned_between_large_casts(
         assert found == [[full, half, half, half], [full, half, half, full], [full] * 4]
     else:
         assert len(found) == len(calls)
-
-
-class TestMixedPrecision:
-    """What a mixed-precision policy makes of an upcast is said beforehand."""
-
-    def warnings(self, precision: str = "full") -> str:
-        return "\n".join(build_plan(zoo.load("llama"), precision=precision).warnings)
-
-    def test_there_is_no_warning_without_a_mixed_precision_policy(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
-        assert "nullif" not in self.warnings()
-
-    def test_autocast_nullifies_the_heads_upcast(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            assert "under bfloat16 autocast" in self.warnings()
-            assert "under bfloat16 autocast" in self.warnings("compute")
-            assert "nullif" not in self.warnings("norms")
-
-    def test_mixed_precision_is_read_from_the_launchers_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-        assert "under float16 autocast" in self.warnings()
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        assert "FSDP casts every parameter to float16" in self.warnings()
-
-    def test_mixed_precision_is_read_from_accelerates_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
-        state = {"_mixed_precision": "bf16", "fsdp_plugin": plugin}
-        monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", state)
-        assert "under bfloat16 autocast" in self.warnings()
-        plugin.set_mixed_precision("bf16")
-        assert "FSDP casts every parameter to bfloat16" in self.warnings()
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -75,55 +75,6 @@ def check_sharding(
     )
 
 
-_OF_FSDP1 = ("Must flatten tensors with uniform dtype", "Cannot flatten integer dtype")
-# what torch's convolutions say of an input in another dtype than their weight's
-_OF_CONVOLUTIONS = "Input type ("
-# what it says of an average of values in two dtypes
-_OF_AVERAGES = "expected dtype "
-
-
-def notes_on(
-    error: BaseException | None, precision: Precision, *, is_suspended: bool = False
-) -> list[str]:
-    """Return the way out of torch's errors about the dtypes of a prepared model.
-
-    Args:
-        error: The error that was raised.
-        precision: The precision that the model is prepared with.
-        is_suspended: Whether the model is in its original state for a while.
-
-    Returns:
-        At most one note; none for any other error.
-    """
-    message = str(error)
-    if message.startswith(_OF_FSDP1):
-        return [
-            "FSDP1 lays out parameters of one dtype together, and the model was prepared "
-            f"with precision {precision.value!r}: take one that stores no other dtype "
-            "('norms', 'adapted', 'none'), with bnb_4bit_quant_storage in the model's "
-            "dtype and get_peft_model(..., autocast_adapter_dtype=False). Before a "
-            'model is prepared, check_sharding(model, "fsdp1") names what FSDP1 will refuse'
-        ]
-    # Prepared with another precision, a convolution takes float32 as it is.
-    computes_in_half = is_suspended or not precision.upcasts_all
-    if message.startswith(_OF_CONVOLUTIONS) and computes_in_half:
-        others = ", or prepare with precision 'full' or 'compute'"
-        if precision.upcasts_all:
-            others = ""
-        return [
-            "the model computes in the dtype that it was loaded in, as it does "
-            "unprepared: give it its float inputs (input_features, pixel_values) in "
-            f"model.dtype, or run it under autocast{others}"
-        ]
-    if is_suspended and precision.upcasts_all and message.startswith(_OF_AVERAGES):
-        return [
-            "trained values are rounded while the model is suspended, and the optimizer "
-            "averages them in float32: call optimizer.eval() before the suspension, and "
-            "optimizer.train() after it"
-        ]
-    return []
-
-
 def _outcome(
     tree: ModelTree, precision: Precision, engine: str, param_dtype: torch.dtype | None
 ) -> ShardingOutcome:

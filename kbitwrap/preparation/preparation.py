@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import threading
 import warnings
 import weakref
@@ -37,7 +36,6 @@ from .comparison import (
     others_in,
 )
 from .copies import copies_of, half_copies
-from .engines import notes_on
 from .finding import find_again
 from .plan import Plan, edits_of_adapters
 from .process import (
@@ -52,7 +50,6 @@ from .process import (
 from .state import ModelState, Original, Values
 from .training_on import warn_of_training_on
 
-_logger = logging.getLogger(__name__)
 _in_force: weakref.WeakValueDictionary[int, Preparation] = weakref.WeakValueDictionary()
 # held by what changes a model: of two threads that prepare one, the second finds it
 # held
@@ -222,23 +219,6 @@ class Preparation:
         self._apply(edits, tree, "adopt", settle)
         for warning in new:
             warnings.warn(warning, UserWarning, stacklevel=3)
-
-    def explain(self, error: BaseException | None) -> None:
-        """Add to an error of torch about dtypes, as notes, what is known of its cause.
-
-        Each note is added once.
-        """
-        is_suspended = getattr(self.holder(), "state", None) is LifecycleState.SUSPENDED
-        notes = notes_on(error, self.plan.config.precision, is_suspended=is_suspended)
-        if type(error) is RuntimeError and "dtype" in str(error):
-            tree = self.tree()
-            casts = Casts(tree, self.plan.config, tree.quantization)
-            notes += advice.of_adapters(casts, is_suspended=is_suspended)
-        # Before Python 3.11 errors have no notes: they are logged.
-        add_note = getattr(error, "add_note", _logger.error)
-        for note in notes:
-            if note not in getattr(error, "__notes__", ()):
-                add_note(note)
 
     def copies(self, tree: ModelTree) -> list[Copy]:
         """Return the slots of what others cast, and of copies of base modules.
@@ -478,12 +458,6 @@ def _all_in_force() -> list[tuple[Preparation, ModelTree]]:
     found = [reference() for reference in _in_force.valuerefs()]
     models = [(one, one.before.model()) for one in found if one is not None]
     return [(one, ModelTree(model)) for one, model in models if model is not None]
-
-
-def explain(error: BaseException) -> None:
-    """Add to an error what any preparation that is in force knows of its cause."""
-    for preparation, _ in _all_in_force():
-        preparation.explain(error)
 
 
 def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from ..errors import StateError, UnsupportedModelError
 from ..model.tree import ModelTree, NamedTensor, join
 from ..model.wrappers import loaded_class
 from ..tensors.devices import accelerator_type, accelerators, function_of
-from ..tensors.dtypes import HALF_DTYPES, dtype_name
 
 # From here on torch's CUDA allocator gives a block a segment of its own
 # (kMinLargeAlloc).
@@ -126,38 +125,15 @@ def empty_cache() -> None:
             empty()
 
 
-class MixedPrecision(NamedTuple):
-    """A mixed-precision policy that this process trains under."""
-
-    dtype: str  # that it computes in: "bfloat16" or "float16"
-    casts_parameters: bool  # as FSDP's does; others cast operands of matrix products
-
-
-_HALF_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-
-
-def mixed_precision(tensors: Sequence[NamedTensor]) -> MixedPrecision | None:
-    """Return the mixed-precision policy that is known yet.
-
-    It is accelerate's, its launcher's, or an autocast that is on, in this order.
-    """
+def is_autocast(tensors: Sequence[NamedTensor]) -> bool:
+    """Whether half precision is what accelerate or torch computes in, as far as is known."""
     shared = loaded_class("accelerate.state", "AcceleratorState")
     state: dict[str, Any] = getattr(shared, "_shared_state", {})
-    policy = getattr(state.get("fsdp_plugin"), "mixed_precision_policy", None)
-    param_dtype = getattr(policy, "param_dtype", None)
-    if param_dtype in HALF_DTYPES:
-        return MixedPrecision(dtype_name(param_dtype), casts_parameters=True)
-    name = state.get("_mixed_precision")
-    name = name or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if name in _HALF_NAMES:
-        uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower()
-        is_launched = uses_fsdp in ("1", "true") and not state
-        return MixedPrecision(_HALF_NAMES[name], casts_parameters=is_launched)
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if (state.get("_mixed_precision") or launched.lower()) != "no":
+        return True
     device_type = tensors[0].parameter.device.type if tensors else "meta"
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        return MixedPrecision(dtype_name(dtype), casts_parameters=False)
-    return None
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def refuse_retyping_under_ddp(held: Sequence[OriginalSlot]) -> None:

@@ -239,7 +239,7 @@ def test_what_trains_in_the_dtype_trains_when_it_is_cast_to_it(method: str, name
         model = peft.get_peft_model(base, METHODS[method]())
         stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=autocast))
         if method == "ia3" and not autocast:
-            with pytest.warns(UserWarning, match="return float32 where the model computes"):
+            with pytest.warns(UserWarning, match="returns float32 where the model computes"):
                 prepared.adopt(model)
             return
         prepared.adopt(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,8 +147,7 @@ def test_what_an_optimizer_writes_for_an_evaluation_is_written_before_it_is_roun
     assert outcome(evaluated) == outcome(run())
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-def test_in_ones_own_loop_it_is_written_before_the_suspension_and_an_error_says_so() -> None:
+def test_in_ones_own_loop_it_is_written_before_the_suspension() -> None:
     prepared = prepare("full")
     model = adapt(prepared.model, modules_to_save=True)
     optimizer = Averaging([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -162,9 +160,6 @@ def test_in_ones_own_loop_it_is_written_before_the_suspension_and_an_error_says_
         assert model(**zoo.inputs("llama", model)).loss.isfinite()
     optimizer.train()
     assert trained_weights(model) == before
-    with pytest.raises(RuntimeError, match="expected dtype") as caught, prepared.suspended():
-        optimizer.eval()
-    assert "call optimizer.eval() before the suspension" in caught.value.__notes__[0]
 
 
 def test_evaluation_is_that_of_the_restored_model(tmp_path: Path) -> None:

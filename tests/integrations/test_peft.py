@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
-from kbitwrap import KbitPreparedModel, LifecycleState, Precision, UnsupportedModelError, build_plan
+from kbitwrap import KbitPreparedModel, Precision, UnsupportedModelError, build_plan
 from support import zoo
 from support.snapshot import Snapshot
 from support.thorough import every_other
@@ -63,12 +62,11 @@ def test_a_wrapper_has_no_attribute_of_its_model() -> None:
 
 
 @pytest.mark.parametrize("has_adapter", [False, True], ids=["bare", "with an adapter"])
-def test_a_model_that_peft_has_prepared_is_named_with_the_bytes_that_are_not_ours(has_adapter: bool) -> None:
+def test_a_model_that_peft_has_prepared_is_named(has_adapter: bool) -> None:
     model = peft.prepare_model_for_kbit_training(zoo.load("llama"))
-    num_bytes = sum(p.nbytes for p in model.parameters() if p.dtype == torch.float32)
     if has_adapter:
         model = adapt("llama", model, modules_to_save=True)
-    said = rf"config says torch\.bfloat16, .*, {num_bytes / 1024:.1f} KiB, is frozen and float32"
+    said = r"config says torch\.bfloat16, and all that is not quantized is frozen and float32"
     plan = build_plan(model, precision="full")
     assert re.search(said, str(plan))
     assert plan.to_dict()["warnings"][0] == plan.warnings[0]
@@ -260,7 +258,7 @@ FLOAT32_ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
     "randlora": lambda: peft.RandLoraConfig(r=4, target_modules=QKV, projection_prng_key=0),
     "road": lambda: peft.RoadConfig(target_modules=QKV, group_size=4),
 }
-SAID = r"adapters on model\.layers\.0\.self_attn\.._proj and \d more return float32 .* autocast .* 'full' or 'compute'"
+SAID = r"the adapter on model\.layers\.0\.self_attn\.._proj returns float32 .* autocast .* 'full' or 'compute'"
 
 
 @pytest.mark.parametrize("name", every_other(FLOAT32_ADAPTERS))
@@ -292,62 +290,6 @@ def test_adapters_that_a_half_model_cannot_go_on_with_are_named_with_the_way_out
             model = adapted(prepared.model)
             prepared.adopt(model)
             assert torch.isfinite(step("llama", model)[0])
-
-
-@pytest.mark.parametrize("name", FLOAT32_ADAPTERS)
-def test_what_torch_raises_of_adapters_that_were_not_adopted_leaves_the_with_block_with_the_way_out(name: str) -> None:
-    with pytest.raises(RuntimeError, match="same dtype") as caught, KbitPreparedModel(zoo.load("llama")) as prepared:
-        step("llama", peft.get_peft_model(prepared.model, FLOAT32_ADAPTERS[name]()))
-    assert prepared.state is LifecycleState.RESTORED
-    if sys.version_info >= (3, 11):
-        assert re.search(SAID, "\n".join(caught.value.__notes__))
-
-
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-def test_what_torch_raises_of_adapters_in_a_suspended_model_has_the_way_out_once(precision: str) -> None:
-    def evaluate() -> None:
-        with KbitPreparedModel(zoo.load("llama"), precision=precision) as prepared:
-            model = peft.get_peft_model(prepared.model, FLOAT32_ADAPTERS["ia3"]())
-            with prepared.suspended():
-                model(**zoo.inputs("llama", model))
-
-    with pytest.raises(RuntimeError, match="same dtype") as caught:
-        evaluate()
-    if sys.version_info >= (3, 11):
-        (note,) = caught.value.__notes__
-        assert re.search("return float32 .* autocast", note)
-        assert ("'full' or 'compute'" in note) == (precision == "norms")
-
-
-@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
-def test_what_torch_raises_of_float_features_has_the_way_out_once(precision: str) -> None:
-    model = zoo.load("whisper")
-    inputs = zoo.inputs("whisper", model)
-    inputs["input_features"] = inputs["input_features"].float()
-
-    def evaluate() -> None:
-        with KbitPreparedModel(model, precision=precision) as prepared:
-            if precision == "norms":
-                model(**inputs)
-            assert torch.isfinite(model(**inputs).loss)
-            with prepared.suspended():
-                model(**inputs)
-
-    with pytest.raises(RuntimeError, match="Input type") as caught:
-        evaluate()
-    if sys.version_info >= (3, 11):
-        (note,) = caught.value.__notes__
-        assert "input_features" in note
-        assert ("'full' or 'compute'" in note) == (precision == "norms")
-
-
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("dtype")], ids=repr)
-def test_other_errors_leave_the_with_block_as_they_are(error: Exception) -> None:
-    with contextlib.suppress(type(error)), KbitPreparedModel(zoo.load("llama")) as prepared:
-        peft.get_peft_model(prepared.model, FLOAT32_ADAPTERS["ia3"]())
-        raise error
-    assert prepared.state is LifecycleState.RESTORED
-    assert not hasattr(error, "__notes__")
 
 
 @pytest.mark.parametrize("quant", ["nf4", "int8"])

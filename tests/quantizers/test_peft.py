@@ -106,7 +106,7 @@ def test_bitnets_packed_layer_is_said_to_let_no_gradient_through() -> None:
     mlp = model.model.layers[0].mlp
     mlp.gate_proj = BitLinear(mlp.gate_proj.in_features, mlp.gate_proj.out_features, bias=False, dtype=torch.bfloat16)
     (warning,) = _losing(model)
-    assert warning.startswith("1 layers, model.layers.0.mlp.gate_proj the first")
+    assert warning.startswith("model.layers.0.mlp.gate_proj, and layers like it, let no gradient through")
 
 
 if "gemma" in CELLS:
