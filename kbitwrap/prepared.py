@@ -188,7 +188,7 @@ class KbitPreparedModel:
         under ``"full"`` and ``"compute"``, and is reported (``kept_dtype``); ``export``
         writes its original. Copies that PEFT made of upcast modules get the original dtype. Where
         an adapter still sits on a base that is trainable again, the first step of an
-        optimizer that finds gradients on the base warns that the base is trained too.
+        optimizer that steps the base warns that the base is trained too.
 
         Args:
             trained: The policy for values that changed while they were stored upcast:

@@ -24,7 +24,7 @@ from ..model.wrappers import is_sharded_tensor, whole_shape
 from ..reports import StateDiff
 from ..tensors.bits import content_digest, is_dense
 from ..tensors.lazy import values_of
-from .fingerprints import changed_samples
+from .fingerprints import is_changed
 from .process import is_distributed
 from .state import (
     HOOKS,
@@ -69,7 +69,7 @@ def changes_of(
     tree: ModelTree,
     held: Sequence[OriginalSlot] = (),
 ) -> Changes:
-    """Find what became of the base, in one read of each device.
+    """Find what became of the base.
 
     First what is at the places of its parameters is told from what was, then the
     values of those that are there. A parameter that changed was trained where it
@@ -110,9 +110,9 @@ def changes_of(
             added = _outermost(fqn, before.owners)
             changes.replaced[fqn] = _replacement(added, tensor.module, "was added")
 
-    changed = _changed_values(before, there, held)
+    holders = {one.record: one for one in held}
     for record, parameter in there.items():
-        if record in changed:
+        if _is_changed(before, record, parameter, holders.get(record)):
             names = changes.trained if parameter.requires_grad else changes.drifted
             names.append(record.fqn)
     return changes
@@ -157,38 +157,27 @@ def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) 
     return record.quant_state() is quant_state_of(tensor.module, parameter)
 
 
-def _changed_values(
-    before: Original, parameters: _Parameters, held: Sequence[OriginalSlot]
-) -> set[ParameterRecord]:
-    """Return the parameters of which a restore would give other values than recorded.
+def _is_changed(
+    before: Original,
+    record: ParameterRecord,
+    parameter: nn.Parameter,
+    holder: OriginalSlot | None,
+) -> bool:
+    """Whether a restore would give a parameter another value than recorded.
 
     An original that is kept is compared element by element. All others are compared by
     samples, and by digests too, where these were asked for.
     """
-    holders = {one.record: one for one in held}
-    # of those compared with what is kept: whether they changed, not read yet
-    answers: dict[ParameterRecord, torch.Tensor] = {}
-    others: _Parameters = {}
-    for record, parameter in parameters.items():
-        holder = holders.get(record)
-        if (
-            isinstance(holder, ParameterStorage)
-            and holder.kept is not None
-            and holder.converts(parameter)
-        ):
-            answers[record] = holder.compare(parameter.data)[0]
-        else:
-            others[record] = parameter
-
+    storage = holder if isinstance(holder, ParameterStorage) else None
+    if storage and storage.kept is not None and storage.converts(parameter):
+        return bool(storage.compare(parameter.data)[0])
     # Samples are rounded to the recorded dtype, as a restore rounds what was cast.
-    changed = changed_samples(before.samples, others.items(), answers)
-    for record in before.digests.keys() & others:
-        value: torch.Tensor = others[record]
-        if record in holders:
-            value = holders[record].original(value)
-        if content_digest(values_of(value)) != before.digests[record]():
-            changed.add(record)
-    return changed
+    if is_changed(before.samples, record, parameter):
+        return True
+    if record not in before.digests:
+        return False
+    value: torch.Tensor = parameter if holder is None else holder.original(parameter)
+    return content_digest(values_of(value)) != before.digests[record]()
 
 
 def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:

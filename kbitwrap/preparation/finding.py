@@ -17,7 +17,7 @@ from ..model.quantization import is_rewritten
 from ..model.records import ParameterRecord, Place, key_of
 from ..model.tree import ModelTree, NamedTensor, only_reading
 from ..model.wrappers import is_sharded_tensor
-from .fingerprints import changed_samples
+from .fingerprints import is_changed
 from .state import Original
 
 _Records = list[ParameterRecord]
@@ -112,12 +112,11 @@ def _find_by_value(before: Original, tree: ModelTree, lost: _Records) -> None:
         if candidate.shape == record.shape:
             candidates[record] = candidate
 
-    changed = changed_samples(before.samples, candidates.items())
     for record, candidate in candidates.items():
         # A rewritten bias got its memory from its layer, and may be trained since.
         owners = [(ref.owner(), ref.name) for ref in record.refs]
         rewrites = any(one is not None and is_rewritten(one, n) for one, n in owners)
-        if rewrites or record not in changed:
+        if rewrites or not is_changed(before.samples, record, candidate):
             record.moved(places.get(record, ()))
             record.saw(candidate)
             tree.known[id(candidate)] = record

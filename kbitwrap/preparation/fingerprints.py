@@ -1,22 +1,20 @@
 """Samples of a model's parameters.
 
-They are taken without waiting for the device, and compared in one read of it. The
-sample of a large parameter may miss a change of a few elements; a digest sees any.
+They are taken without waiting for the device. The sample of a large parameter may miss
+a change of a few elements; a digest sees any.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from itertools import compress
-from types import MappingProxyType
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..model.quantization import is_quantized_parameter
 from ..model.records import ParameterRecord
-from ..tensors.bits import RUNS, dense_parts, differs, is_composed, num_sampled, sample
+from ..tensors.bits import RUNS, dense_parts, differ, is_composed, num_sampled, sample
 
 # their samples tell whether a parameter is the recorded one, and no more
 _RUNS_OF_QUANTIZED = 8
@@ -55,14 +53,14 @@ def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | 
 
 def take_samples(parameters: Recorded) -> Samples:
     """Return a flat sample of each parameter that has one, on its device."""
-    taken: Samples = {}
+    kinds: defaultdict[Any, Samples] = defaultdict(dict)
     for record, parameter in parameters:
-        sample_of = _sample(record, parameter)
-        if sample_of is not None:
-            taken[record] = sample_of
+        taken = _sample(record, parameter)
+        if taken is not None:
+            kinds[taken.device, taken.dtype][record] = taken
 
     samples: Samples = {}
-    for alike in _alike(taken):
+    for alike in kinds.values():
         # In one piece of memory, and in none of a parameter's.
         together = torch.cat([*alike.values()])
         pieces = together.split([one.numel() for one in alike.values()])
@@ -70,47 +68,11 @@ def take_samples(parameters: Recorded) -> Samples:
     return samples
 
 
-def changed_samples(
-    samples: Samples,
-    parameters: Recorded,
-    answers: Mapping[ParameterRecord, torch.Tensor] = MappingProxyType({}),
-) -> set[ParameterRecord]:
-    """Find the parameters that have other samples than the recorded ones.
-
-    Args:
-        samples: The recorded samples. A parameter that has none is not compared.
-        parameters: The live parameters, or their values, with their records.
-        answers: Boolean scalars that tell of parameters that were compared otherwise
-            whether they changed: they are read together with the rest.
-
-    Returns:
-        The records of those that changed, after one read of each device.
-    """
-    changed: set[ParameterRecord] = set()
-    comparable: Samples = {}
-    for record, parameter in parameters:
-        old, new = samples.get(record), _sample(record, parameter)
-        if old is None or new is None:
-            continue
-        if old.shape == new.shape and old.dtype == new.dtype:
-            comparable[record] = new
-        else:
-            changed.add(record)
-
-    found = dict(answers)
-    for alike in _alike(comparable):
-        olds = [samples[record].to(new.device) for record, new in alike.items()]
-        masks = differs(torch.cat(olds), torch.cat([*alike.values()]))
-        of_each = masks.split([old.numel() for old in olds])
-        found.update(zip(alike, [mask.any() for mask in of_each], strict=True))
-    for alike in _alike(found):
-        changed.update(compress(alike, torch.stack([*alike.values()]).tolist()))
-    return changed
-
-
-def _alike(tensors: Samples) -> list[Samples]:
-    """Return the tensors, those of one dtype on one device together."""
-    kinds: defaultdict[Any, Samples] = defaultdict(dict)
-    for record, tensor in tensors.items():
-        kinds[tensor.device, tensor.dtype][record] = tensor
-    return [*kinds.values()]
+def is_changed(samples: Samples, record: ParameterRecord, value: torch.Tensor) -> bool:
+    """Whether a parameter's sample is not the recorded one; one that has none is not compared."""
+    old, new = samples.get(record), _sample(record, value)
+    if old is None or new is None:
+        return False
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return True
+    return bool(differ(old.to(new.device), new))

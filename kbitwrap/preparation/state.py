@@ -25,7 +25,7 @@ from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, join, only_reading
 from ..tensors.bits import begin_digest, content_digest, is_dense
 from ..tensors.devices import accelerators, function_of
 from ..tensors.upcast import UpcastTensor
-from .fingerprints import changed_samples, take_samples
+from .fingerprints import is_changed, take_samples
 
 Values = dict[str, Any]
 """The values of a parameter or a module that are compared, by the names of differences."""
@@ -163,7 +163,7 @@ class Original(ModelState):
 
     def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
-        if changed_samples(self.samples, [(record, value)]):
+        if is_changed(self.samples, record, value):
             return True
         digest = self.digests.get(record)
         return digest is not None and content_digest(value) != digest()

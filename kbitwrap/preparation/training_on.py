@@ -26,17 +26,16 @@ _hooks: list[Any] = []
 
 
 def warn_of_training_on(model: nn.Module, turned_on: Sequence[TensorRef]) -> None:
-    """Warn once, when an optimizer steps, if the base under an adapter is trained.
+    """Warn once, when an optimizer steps the base under an adapter.
 
     Args:
         model: The restored model.
         turned_on: The places of the parameters that the restore made trainable under an
             adapter; none where there is nothing to warn of.
     """
+    _watched.pop(model, None)
     if turned_on:
         _watched[model] = turned_on
-    else:
-        _watched.pop(model, None)
     if _watched and not _hooks:
         # It stays: torch steps through its hooks while they run, so that none can be
         # removed in one.
@@ -45,34 +44,23 @@ def warn_of_training_on(model: nn.Module, turned_on: Sequence[TensorRef]) -> Non
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Judge each restored model once."""
-    if torch.compiler.is_compiling():
+    if not _watched or torch.compiler.is_compiling():
         return
+    stepped: set[int] = set()
+    for group in optimizer.param_groups:
+        stepped.update(id(parameter) for parameter in group["params"])
     for model, turned_on in list(_watched.items()):
-        if not _trains(optimizer, model, turned_on):
+        parameters = [ref() for ref in turned_on]
+        trained = [p for p in parameters if id(p) in stepped]
+        if all(p is None or p.grad is None for p in trained):
             continue
         del _watched[model]
         if ModelTree(model).adapter_ids:
             warnings.warn(
                 f"restore() made {len(turned_on)} base parameters trainable again, as "
                 "they were before prepare(), and an adapter still sits on top: this "
-                "step trains the base too where its optimizer holds them; prepare "
-                "again to train the adapter, or unload or merge it",
+                "step trains the base too; prepare again to train the adapter, or "
+                "unload or merge it",
                 UserWarning,
                 stacklevel=3,
             )
-
-
-def _trains(
-    optimizer: Optimizer, model: nn.Module, turned_on: Sequence[TensorRef]
-) -> bool:
-    """Whether an optimizer is about to train the parameters of a restored model.
-
-    It must hold parameters of the model, and the parameters have gradients.
-    """
-    parameters = [ref() for ref in turned_on]
-    if all(parameter is None or parameter.grad is None for parameter in parameters):
-        return False
-    stepped: set[int] = set()
-    for group in optimizer.param_groups:
-        stepped.update(id(parameter) for parameter in group["params"])
-    return any(id(parameter) in stepped for parameter in model.parameters())
