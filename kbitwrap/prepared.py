@@ -19,7 +19,7 @@ from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
 from .preparation.casts import Casts, refuse_unknown_engine
-from .preparation.plan import Plan, plan_as_detected, signature, write_plan
+from .preparation.plan import Plan, plan_as_detected, write_plan
 from .preparation.preparation import Preparation, changing, refuse_held
 from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 
@@ -82,7 +82,6 @@ class KbitPreparedModel:
     _preparation: Preparation | None = None
     _suspension: Journal | None = None
     _report: RestoreReport | None = None
-    _planned_for: Any = None  # the signature of what was planned for
 
     def __init__(
         self, model: nn.Module, config: PrepareConfig | None = None, **fields: Any
@@ -94,14 +93,11 @@ class KbitPreparedModel:
             warnings.warn(alarm, UserWarning, stacklevel=2)
 
     def _settle_plan(self, tree: ModelTree, engine: str | None = None) -> None:
-        """Refuse a model that another wrapper holds, and refuse and plan one that is not as it was planned for."""
+        """Plan for the model as it is now; refuse one that cannot be prepared, or that another wrapper holds."""
         with only_reading():
             refuse_unsupported_tensors(tree, allow_meta=False)
             refuse_held(tree)
-            found = signature(tree), engine
-            if found != self._planned_for:
-                self.plan = plan_as_detected(tree, self.config, engine)
-                self._planned_for = found
+            self.plan = plan_as_detected(tree, self.config, engine)
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
@@ -351,7 +347,7 @@ class KbitPreparedModel:
         with changing:
             preparation = self._expect_prepared("adopt")
             preparation.adopt(peft_model)
-            self.plan, self._planned_for = preparation.plan, None
+            self.plan = preparation.plan
 
     def verify(self) -> StateDiff:
         """Compare the live model with the state that ``prepare`` left. Adapters do not count.

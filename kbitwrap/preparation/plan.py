@@ -280,22 +280,6 @@ def plan_as_detected(
     )
 
 
-def signature(tree: ModelTree) -> tuple[list[Any], list[Any]]:
-    """Return the state that a plan depends on, to be compared: the modules, and what is in them.
-
-    It holds no module and no parameter, but ids, which are good while the model lives.
-    """
-    modules = [
-        (n.path, id(n.module), type(n.module), len(vars(n.module))) for n in tree.nodes
-    ]
-    parameters = []
-    for tensor in tree.all_tensors:
-        p = tensor.parameter
-        place = tensor.path, id(p), p.data_ptr(), p.device
-        parameters.append((*place, p.dtype, p.shape, p.requires_grad))
-    return modules, parameters
-
-
 def write_plan(casts: Casts) -> Plan:
     """Make a plan of the edits that are found for some casts.
 
