@@ -195,13 +195,11 @@ class StateDiff(Differences):
 
     Attributes:
         differences: ``{fqn: {what: (expected, found)}}``. ``what`` is ``"parameter"``,
-            ``"dtype"``, ``"shape"``, ``"requires_grad"``, ``"writes"`` (in-place writes
-            since; not compared where several processes train, because
-            DistributedDataParallel writes every parameter once), ``"forward"``, an
+            ``"dtype"``, ``"shape"``, ``"requires_grad"``, ``"forward"``, an
             attribute of checkpointing, ``"input_gradient_hooks"`` (whether there is
             one, where one is needed), ``"upcast"`` (the weights that are upcast at
-            use), or ``"value"`` (of a frozen parameter; compared by a sample, or by all
-            of it with ``audit``).
+            use), or ``"value"`` (compared by a sample, or by all of it with
+            ``audit``).
     """
 
     _empty = "as preparation left it"

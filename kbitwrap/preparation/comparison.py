@@ -25,7 +25,6 @@ from ..reports import StateDiff
 from ..tensors.bits import content_digest, is_dense
 from ..tensors.lazy import values_of
 from .fingerprints import is_changed
-from .process import is_distributed
 from .state import (
     HOOKS,
     ModelState,
@@ -196,32 +195,20 @@ def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:
     found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
     for fqn, replacement in changes.replaced.items():
         found[fqn]["parameter"] = "the prepared one", replacement.what
-    for fqn in changes.drifted:
-        what = "another value, although the parameter is frozen"
-        found[fqn]["value"] = "the original value", what
-
-    # Adapters on parameters (``target_parameters``) write them back after each forward.
-    written: set[int] = set()
-    for node in tree.adapters:
-        if hasattr(node.module, "parameter_name"):
-            layer: nn.Module = node.module.get_base_layer()  # type: ignore[operator]
-            written.update(id(parameter) for parameter in layer.parameters())
+    for fqn in [*changes.trained, *changes.drifted]:
+        found[fqn]["value"] = "the original value", "another value"
 
     for tensor in tree.base_tensors:
-        parameter, key = tensor.parameter, id(tensor.parameter)
-        record = tree.found(parameter)
+        record = tree.found(tensor.parameter)
         if record is None or record not in after.parameters:
             continue
         ignored = set()
-        # DistributedDataParallel writes every parameter when it is made.
-        if key in written or is_distributed():
-            ignored.add("writes")
-        if key in tree.sharded:
-            ignored |= {"shape", "writes"}
+        if id(tensor.parameter) in tree.sharded:
+            ignored.add("shape")
         # A quantized layer casts its bias to the dtype that it computes in.
         if is_rewritten(tensor.module, tensor.name):
-            ignored |= {"dtype", "writes"} if parameter.is_inference() else {"dtype"}
-        now = values_of_parameter(parameter)
+            ignored.add("dtype")
+        now = values_of_parameter(tensor.parameter)
         found[tensor.fqn] |= _differences(after.parameters[record], now, ignored)
 
     for node in tree.base:
@@ -267,9 +254,7 @@ def others_in(
     for tensor in tree.tensors:
         parameter, record = tensor.parameter, tree.found(tensor.parameter)
         if record is not None:
-            ignored = {"writes"}
-            if record in kept_dtype:
-                ignored.add("dtype")
+            ignored = {"dtype"} if record in kept_dtype else set()
             if record.quantized_class is not None:
                 ignored.add("shape")
             was, now = before.parameters[record], values_of_parameter(parameter)

@@ -397,16 +397,10 @@ class Preparation:
                 trained.append(copy.record.fqn)
             elif copy.record not in ours:
                 put_back.append(copy.record.fqn)  # cast by others
-        # in the order of the model, whichever of the two told it
-        order = {fqn: place for place, fqn in enumerate(self.before.base)}
-
-        def place(fqn: str) -> int:
-            return order.get(fqn, len(order))
-
-        trained += sorted([*changes.trained, *undoing.trained], key=place)
+        trained += [*changes.trained, *undoing.trained]
         trained += buffers
         replaced += [fqn for fqn in changes.replaced if fqn in self.before.base]
-        replaced += sorted([*changes.drifted, *undoing.replaced], key=place)
+        replaced += [*changes.drifted, *undoing.replaced]
 
         kept = [record.fqn for record in kept_dtype]
         for tensor in tree.tensors:  # what is sharded keeps its dtype, in copies too

