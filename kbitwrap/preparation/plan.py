@@ -138,24 +138,21 @@ class Plan(Report):
     def grown_by(
         self, edits: Sequence[Edit], casts: Casts, warnings: Sequence[str]
     ) -> Plan:
-        """Return this plan with edits that were made when all else stood.
-
-        Their peak is above what the plan added.
-        """
+        """Return this plan with edits that were made when all else stood."""
         by_role = dict(self.by_role)
         if casts.cast_adapters:
             role = Role.ADAPTER.value
             before = self.by_role.get(role, {}).get("added_bytes", 0)
             row = by_role[role] = casts.by_role()[role]
             row["added_bytes"] += before
-        peak = self.added_bytes + peak_bytes(edits)
+        all_edits = (*self.edits, *edits)
         return dataclasses.replace(
             self,
-            edits=(*self.edits, *edits),
+            edits=all_edits,
             by_role=by_role,
-            added_bytes=self.added_bytes + sum(edit.added_bytes for edit in edits),
-            peak_bytes=max(self.peak_bytes, peak),
-            record_bytes=self.record_bytes + sum(edit.record_bytes for edit in edits),
+            added_bytes=sum(edit.added_bytes for edit in all_edits),
+            peak_bytes=max(self.peak_bytes, peak_bytes(all_edits)),
+            record_bytes=sum(edit.record_bytes for edit in all_edits),
             warnings=(*self.warnings, *warnings),
         )
 
