@@ -14,7 +14,7 @@ from ..model.checks import tree_of
 from ..model.quantization import is_quantized_parameter
 from ..model.tree import ModelTree
 from ..reports import ShardingOutcome, ShardingReport
-from ..tensors.dtypes import HALF_DTYPES, dtype_name, parse_dtype
+from ..tensors.dtypes import dtype_name, parse_dtype
 from .casts import refuse_unknown_engine
 from .plan import Plan, plan_for
 
@@ -89,13 +89,8 @@ def _outcome(
         return ShardingOutcome(False, False, False, (f"cannot be prepared: {error}",))
     is_retyped = precision.upcasts_all and plan.casts
     stays_whole = engine in ("ddp", "zero2")
-    failures = [] if engine == "ddp" else _packed(tree, param_dtype)
+    failures = _failures(tree, plan, engine, param_dtype)
     notes = []
-    if is_retyped and param_dtype in HALF_DTYPES:
-        notes.append(
-            f"{dtype_name(param_dtype)} is what the engine computes in, whatever is "
-            "stored: take 'norms' or 'none'"
-        )
     if is_retyped and stays_whole:
         notes.append(
             "suspended() is refused while a trained copy (modules_to_save) is stored "
@@ -106,22 +101,16 @@ def _outcome(
             "what is sharded stays float32: suspended() raises, restore() "
             "names it, export() writes the base"
         )
-    if engine == "zero2":
-        notes.append("parameters stay whole, as under DDP")
-    elif engine == "fsdp1":
-        failures += _not_uniform(tree, plan)
+    if engine == "fsdp1":
         notes.append("needs use_orig_params=True")
-    elif engine == "fsdp2":
-        failures += _integers(tree)
-        if precision is Precision.COMPUTE and plan.casts:
-            notes.append(
-                "prepare(engine='fsdp2') stores in float32 what is upcast at use "
-                "elsewhere"
-            )
-        if any(t.parameter.dtype == torch.int8 for t in tree.tensors):
-            notes.append(
-                "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
-            )
+    if engine == "fsdp2" and precision is Precision.COMPUTE and plan.casts:
+        notes.append(
+            "prepare(engine='fsdp2') stores in float32 what is upcast at use elsewhere"
+        )
+    if engine == "fsdp2" and any(t.parameter.dtype == torch.int8 for t in tree.tensors):
+        notes.append(
+            "8-bit weights lose their scales in shards: fully_shard(..., ignored_params={every Int8Params})"
+        )
     exports = engine != "fsdp1" or not failures
     restores = exports and (stays_whole or not is_retyped)
     if exports and not stays_whole:
@@ -129,59 +118,46 @@ def _outcome(
     return ShardingOutcome(not failures, restores, exports, (*failures, *notes))
 
 
-def _packed(tree: ModelTree, param_dtype: torch.dtype | None) -> list[str]:
-    """Say why an engine's policy would spoil 4-bit weights.
-
-    Weights packed in a float dtype would be cast as if they were numbers.
-    """
-    for tensor in tree.tensors:
-        dtype = tensor.parameter.dtype
-        is_packed = is_quantized_parameter(tensor.parameter) and dtype.is_floating_point
-        if param_dtype is not None and is_packed and dtype != param_dtype:
-            name = dtype_name(param_dtype)
-            return [
-                f"{tensor.path} packs 4-bit values in {dtype_name(dtype)}, which would "
-                f"be cast to {name} as if they were numbers: load with "
-                f"bnb_4bit_quant_storage={name}"
-            ]
-    return []
-
-
-def _integers(tree: ModelTree) -> list[str]:
-    """Say why FSDP2 refuses 4-bit weights that are packed in integers."""
-    if torch.__version__ >= "2.12":  # compared as versions are
-        return []
-    for tensor in tree.tensors:
-        if tensor.parameter.dtype == torch.uint8:
-            return [
-                f"FSDP2 lays out no integers before torch 2.12, and {tensor.path} is "
-                "uint8: load with bnb_4bit_quant_storage set to the dtype of the model"
-            ]
-    return []
-
-
-def _not_uniform(tree: ModelTree, plan: Plan) -> list[str]:
-    """Say why FSDP1, which lays parameters out flat, refuses those of a prepared model."""
-    dtypes = {id(tensor.parameter): tensor.parameter.dtype for tensor in tree.tensors}
+def _failures(
+    tree: ModelTree, plan: Plan, engine: str, param_dtype: torch.dtype | None
+) -> list[str]:
+    """Say why an engine would not train the prepared model, or not with right numbers."""
+    stored = {}  # the dtypes that the preparation stores
     for edit in plan.edits:
         if edit.dtype is not None:
-            dtypes.update({id(ref()): edit.dtype for ref in edit.refs})
-    first: dict[torch.dtype, str] = {}
+            stored.update({id(ref()): edit.dtype for ref in edit.refs})
+    packed = []
+    first: dict[torch.dtype, str] = {}  # parameter of each dtype
     for tensor in tree.tensors:
-        first.setdefault(dtypes[id(tensor.parameter)], tensor.path)
-    for dtype, path in first.items():
-        if not dtype.is_floating_point:
-            return [
-                f"FSDP1 lays out no integers, and {path} is {dtype_name(dtype)}: load "
-                "4-bit weights with bnb_4bit_quant_storage set to the dtype of the "
-                "model"
-            ]
-    if len(first) > 1:
-        found = [f"{path} in {dtype_name(dtype)}" for dtype, path in first.items()]
-        return [
+        dtype = tensor.parameter.dtype
+        first.setdefault(stored.get(id(tensor.parameter), dtype), tensor.path)
+        is_packed = is_quantized_parameter(tensor.parameter) and dtype.is_floating_point
+        if is_packed and param_dtype not in (None, dtype):
+            packed.append(tensor.path)
+
+    found = []
+    if packed and param_dtype is not None and engine != "ddp":
+        found.append(
+            f"{packed[0]} packs 4-bit values in a dtype that would be cast to "
+            f"{param_dtype} as if they were numbers: load with "
+            f"bnb_4bit_quant_storage={dtype_name(param_dtype)}"
+        )
+    integers = [dtype for dtype in first if not dtype.is_floating_point]
+    is_old = torch.__version__ < "2.12"  # compared as versions are
+    if engine == "fsdp2" and not (is_old and torch.uint8 in integers):
+        integers = []
+    if integers and engine in ("fsdp1", "fsdp2"):
+        found.append(
+            "FSDP1, and FSDP2 before torch 2.12, lay out no integers, and "
+            f"{first[integers[0]]} is {dtype_name(integers[0])}: load 4-bit weights "
+            "with bnb_4bit_quant_storage set to the dtype of the model"
+        )
+    elif engine == "fsdp1" and len(first) > 1:
+        named = [f"{path} in {dtype_name(dtype)}" for dtype, path in first.items()]
+        found.append(
             "FSDP1 lays out parameters of one dtype together, and would find "
-            f"{', '.join(found)}: take a precision that stores no other dtype, "
+            f"{', '.join(named)}: take a precision that stores no other dtype, "
             "get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs "
             "by itself"
-        ]
-    return []
+        )
+    return found
