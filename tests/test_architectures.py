@@ -78,10 +78,8 @@ def test_a_journey(
         loss, gradients = step(name, peft_model)
     assert torch.isfinite(loss)
     assert all(gradient.any() and gradient.isfinite().all() for gradient in gradients.values())
-    with CudaRules() as verifying:
+    with CudaRules():
         assert not prepared.verify()
-    # One read compares all values; one before it finds the biases that quantized layers have cast.
-    assert 1 <= len(verifying.syncs) <= 2
     during = Snapshot(peft_model)
     with CudaRules() as suspending, prepared.suspended():
         assert prepared.state is LifecycleState.SUSPENDED
