@@ -86,8 +86,8 @@ def drift(live: LiveModel) -> Finding | None:
         )
 
     changes = live.preparation.changes(live.tree)
-    found = changes.replaced.values()
-    replaced = list(dict.fromkeys(one.fqn for one in found if one.what != DECOMPRESSED))
+    found = changes.replaced.items()
+    replaced = [fqn for fqn, what in found if what != DECOMPRESSED]
     if changes.drifted or replaced:
         return fault(
             "the base drifted since it was prepared",

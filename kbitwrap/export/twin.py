@@ -271,9 +271,8 @@ def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
 
 
 def _refuse_replaced(changes: Changes) -> None:
-    """Raise for the first parameter or module that is another than was recorded."""
-    for replacement in changes.replaced.values():
-        fqn, what = replacement.fqn, replacement.what
+    """Raise for the first parameter that is another than was recorded."""
+    for fqn, what in changes.replaced.items():
         cause = " (by a merge, resized embeddings or unloaded modules_to_save)"
         remedy = "export before that, or load the base again"
         if what == DECOMPRESSED:
@@ -283,7 +282,7 @@ def _refuse_replaced(changes: Changes) -> None:
                 "in its config"
             )
         raise ExportError(
-            f"{fqn or 'the model'} {what} since the model was prepared{cause}, so the "
+            f"{fqn} {what} since the model was prepared{cause}, so the "
             f"exact base is gone; {remedy}",
             fqn=fqn,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,13 +42,6 @@ _FEW = 1 << 16  # elements of a buffer that is compared
 _Parameters = dict[ParameterRecord, nn.Parameter]
 
 
-class Replacement(NamedTuple):
-    """The fate of a parameter, or of a module that holds it."""
-
-    fqn: str  # of the parameter or the module
-    what: str
-
-
 @dataclass
 class Changes:
     """The names of the base's parameters that are not as they were recorded."""
@@ -58,7 +51,7 @@ class Changes:
     # their value changed although they were frozen
     drifted: list[str] = field(default_factory=list)
     # another, of another shape, or none is there; those added are named too
-    replaced: dict[str, Replacement] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
     # sharded since: their values are on all ranks together
     not_compared: list[str] = field(default_factory=list)
 
@@ -86,19 +79,13 @@ def changes_of(
     changes = Changes()
     there: _Parameters = {}
     live = {tensor.fqn: tensor for tensor in tree.base_tensors}
-    live_modules = {node.fqn for node in tree.plain_base}
     for fqn, record in before.base.items():
-        module_fqn = fqn.rpartition(".")[0]
         tensor = live.pop(fqn, None)
+        owner = before.owners[fqn.rpartition(".")[0]]()
         if tensor is None:
-            gone = _outermost(fqn, live_modules)
-            owner = record.refs[0].owner()
-            changes.replaced[fqn] = _replacement(gone, owner, "is gone")
-        elif before.owners[module_fqn]() is not tensor.module:
-            changes.replaced[fqn] = Replacement(module_fqn, "was replaced")
-        elif not _is_recorded(record, tensor, tree):
-            what = "was replaced or resized"
-            changes.replaced[fqn] = _replacement(fqn, tensor.module, what)
+            changes.replaced[fqn] = _fate(owner, "is gone")
+        elif owner is not tensor.module or not _is_recorded(record, tensor, tree):
+            changes.replaced[fqn] = _fate(owner, "was replaced or resized")
         elif id(tensor.parameter) not in tree.known:
             changes.not_compared.append(record.fqn)
         elif record.quantized_class is None:
@@ -106,8 +93,7 @@ def changes_of(
 
     for fqn, tensor in live.items():  # of a name that the base did not have
         if not before.is_alias(tensor.module, tensor.name):
-            added = _outermost(fqn, before.owners)
-            changes.replaced[fqn] = _replacement(added, tensor.module, "was added")
+            changes.replaced[fqn] = _fate(tensor.module, "was added")
 
     holders = {one.record: one for one in held}
     for record, parameter in there.items():
@@ -117,24 +103,9 @@ def changes_of(
     return changes
 
 
-def _outermost(fqn: str, modules: Collection[str]) -> str:
-    """Return the outermost module that holds a parameter and is not one of these.
-
-    It is what is named of a removed layer, say; the parameter where there is none.
-    """
-    parts = fqn.split(".")
-    for number in range(1, len(parts)):
-        module_fqn = ".".join(parts[:number])
-        if module_fqn not in modules:
-            return module_fqn
-    return fqn
-
-
-def _replacement(fqn: str, module: nn.Module | None, what: str) -> Replacement:
-    """Return the fate of a module's parameter, unless its own library replaced it."""
-    if module is not None and was_decompressed(module):
-        what = DECOMPRESSED
-    return Replacement(fqn, what)
+def _fate(module: nn.Module | None, what: str) -> str:
+    """Say what became of a module's parameter, unless its own library replaced it."""
+    return DECOMPRESSED if module and was_decompressed(module) else what
 
 
 def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) -> bool:
@@ -193,8 +164,8 @@ def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:
         The differences by fqn, each a pair of what was expected and what was found.
     """
     found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
-    for fqn, replacement in changes.replaced.items():
-        found[fqn]["parameter"] = "the prepared one", replacement.what
+    for fqn, what in changes.replaced.items():
+        found[fqn]["parameter"] = "the prepared one", what
     for fqn in [*changes.trained, *changes.drifted]:
         found[fqn]["value"] = "the original value", "another value"
 

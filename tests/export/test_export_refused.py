@@ -62,7 +62,7 @@ def merge_and_unload(model: nn.Module) -> str:
 
 def unload_a_trained_copy(model: nn.Module) -> str:
     adapt("llama", model, modules_to_save=True).unload()
-    return "lm_head"
+    return "lm_head.weight"
 
 
 def resize(model: nn.Module) -> str:
@@ -82,12 +82,12 @@ def resize_in_place(model: nn.Module) -> str:
 
 def add_a_module(model: nn.Module) -> str:
     model.model.extra = nn.Linear(2, 2)
-    return "model.extra"
+    return "model.extra.weight"
 
 
 def remove_a_layer(model: nn.Module) -> str:
     del model.model.layers[-1]
-    return f"model.layers.{len(model.model.layers)}"
+    return f"model.layers.{len(model.model.layers)}.self_attn.q_proj.weight"
 
 
 CHANGES = [
