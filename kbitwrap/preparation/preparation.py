@@ -35,7 +35,7 @@ from .comparison import (
     diff,
     others_in,
 )
-from .copies import copies_of, half_copies
+from .copies import copies_of, upcast_copies
 from .finding import find_again
 from .plan import Plan, edits_of_adapters
 from .process import (
@@ -264,31 +264,15 @@ class Preparation:
                     # Copies have no marks while suspended: a record tells them from
                     # those made meanwhile.
                     tree.record(tensor)
-            way_back.save(
-                Call(random_state(devices_of(tree))), Call(self._upcast_copies)
-            )
+            way_back.save(Call(random_state(devices_of(tree))))
+            if self.upcasts_all:
+                way_back.save(Call(lambda: upcast_copies(self.before, self.tree())))
             self.journal.suspend(tree, way_back, copies)
             # What was put into the base follows the train mode of the module that it
             # sits in.
             follow_train_mode(way_back, tree)
             if is_held:
                 hold(self.holder()).apply(way_back, tree)
-
-    def _upcast_copies(self) -> None:
-        """Store copies in float32 that were made of base modules while suspended.
-
-        Copies made while the model is prepared are in float32, and so are its
-        activations. A copy that was there, and kept in half by somebody, stays so.
-        """
-        if not self.upcasts_all:
-            return
-        records = self.before.records
-        for tensor in half_copies(self.before, self.tree()):
-            parameter = tensor.parameter
-            recorded = records.at(tensor.module, tensor.name)
-            if recorded is None or not recorded.is_seen(parameter):
-                records.mark(tensor.module).dtypes[tensor.name] = parameter.dtype
-                parameter.data = parameter.data.float()
 
     def resume(self, way_back: Journal) -> None:
         """End a suspension.

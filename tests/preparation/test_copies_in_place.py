@@ -32,7 +32,7 @@ def test_its_flag_stays_as_it_is_in_every_suspension_and_after_each(precision: s
     assert [*flags, copied.requires_grad] == [flag] * 7
 
 
-@PRECISIONS
+@pytest.mark.parametrize("precision", ["full", "compute"])
 def test_it_gets_the_dtype_back_that_it_was_copied_in(precision: str) -> None:
     prepared = KbitPreparedModel(zoo.load("llama"), precision=precision).prepare()
     model = prepared.model
