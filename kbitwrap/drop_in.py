@@ -155,9 +155,9 @@ def patched(precision: Precision | str = "full") -> Iterator[None]:
 
     For a library that prepares a model inside a call of its own, as TRL's
     ``ORPOTrainer`` does. Inside, every name of a loaded module that holds PEFT's
-    function holds the drop-in, in modules that are imported meanwhile too. A name that
-    holds what another library put in place of PEFT's function is treated alike. A model
-    that was prepared inside stays prepared until ``kbitwrap.restore(model)``.
+    function holds the drop-in, in modules that are imported meanwhile too. What another
+    library put in the place of ``peft.prepare_model_for_kbit_training`` counts as that.
+    A model that was prepared inside stays prepared until ``kbitwrap.restore(model)``.
 
     A function that is held elsewhere is not replaced: in a closure, a
     ``functools.partial``, a default argument, or an attribute of a class. The names are
@@ -182,13 +182,13 @@ def patched(precision: Precision | str = "full") -> Iterator[None]:
         >>> kbitwrap.prepared_of(model)
         KbitPreparedModel(LayerNorm, precision='norms', prepared)
     """
-    functions = _replacements(precision)
+    own, new = _drop_in(precision)
     places: list[dict[str, Any]] = []
     try:
-        _replace(functions, places)
+        _replace(own, new, places)
         yield
     finally:
-        _replace([(new, old) for old, new in functions], places)
+        _replace(new, own, places)
 
 
 def patch_peft(precision: Precision | str = "full") -> None:
@@ -201,30 +201,25 @@ def patch_peft(precision: Precision | str = "full") -> None:
     Raises:
         ConfigError: An unknown precision; nothing was replaced.
     """
-    _replace(_replacements(precision), [])
+    _replace(*_drop_in(precision), [])
 
 
-def _replacements(precision: Precision | str) -> list[tuple[Any, Any]]:
-    """Find the functions that PEFT's modules hold under the name, each with a drop-in of its own for the precision."""
+def _drop_in(precision: Precision | str) -> tuple[Any, Any]:
+    """Return the function that PEFT has, and a drop-in for it that prepares with a precision."""
     import peft
 
-    drop_in = prepare_model_for_kbit_training
-    found: dict[int, tuple[Any, Any]] = {}
-    for module in (peft, peft.utils, peft.utils.other):
-        old = vars(module)[drop_in.__name__]
-        new = types.FunctionType(
-            drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__
-        )
-        del functools.update_wrapper(new, drop_in).__wrapped__
-        new.__kwdefaults__ = {"precision": PrepareConfig(precision=precision).precision}  # type: ignore[arg-type]
-        vars(new)[REPLACES] = old
-        found.setdefault(id(old), (old, new))
-    return list(found.values())
+    own, drop_in = peft.prepare_model_for_kbit_training, prepare_model_for_kbit_training
+    new = types.FunctionType(
+        drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__
+    )
+    del functools.update_wrapper(new, drop_in).__wrapped__
+    new.__kwdefaults__ = {"precision": PrepareConfig(precision=precision).precision}  # type: ignore[arg-type]
+    vars(new)[REPLACES] = own
+    return own, new
 
 
-def _replace(functions: list[tuple[Any, Any]], places: list[dict[str, Any]]) -> None:
-    """Put replacements for functions in ``places`` and in the names of all loaded modules, and note these places."""
-    new = {id(old): replacement for old, replacement in functions}
+def _replace(old: Any, new: Any, places: list[dict[str, Any]]) -> None:
+    """Put a function in the place of another in ``places`` and in all loaded modules, and note these places."""
     all_names = [*places]
     for module in tuple(sys.modules.values()):
         # others put objects there that are loaded when they are looked at
@@ -232,6 +227,6 @@ def _replace(functions: list[tuple[Any, Any]], places: list[dict[str, Any]]) -> 
             all_names.append(object.__getattribute__(module, "__dict__"))
     for names in all_names:
         for name, value in tuple(names.items()):
-            if id(value) in new:
-                names[name] = new[id(value)]
+            if value is old:
+                names[name] = new
                 places.append(names)

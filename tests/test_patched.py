@@ -138,11 +138,10 @@ def test_what_another_library_put_in_place_of_pefts_function_is_replaced_and_put
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = imported(monkeypatch, "def fixed(model, **kwargs): return model")
-    peft.utils.other.prepare_model_for_kbit_training = library.fixed
+    monkeypatch.setattr(peft, "prepare_model_for_kbit_training", library.fixed)
     with patched("norms"):
         assert precision_of(library.fixed) is precision_of(peft.prepare_model_for_kbit_training) is Precision.NORMS
-    assert peft.utils.other.prepare_model_for_kbit_training is library.fixed
-    assert is_pefts_own(peft.prepare_model_for_kbit_training)
+    assert peft.prepare_model_for_kbit_training is library.fixed
 
 
 def test_no_lazy_module_is_loaded_and_odd_entries_are_passed_over(
