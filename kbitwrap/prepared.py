@@ -19,7 +19,7 @@ from .model.checks import refuse_unsupported_tensors, tree_of
 from .model.quantization import detect_as_peft
 from .model.tree import ModelTree, only_reading
 from .preparation.casts import Casts, refuse_unknown_engine
-from .preparation.plan import Plan, plan_as_detected, write_plan
+from .preparation.plan import Plan, plan_for, write_plan
 from .preparation.preparation import Preparation, changing, refuse_held
 from .reports import ExportReport, LifecycleState, RestoreReport, StateDiff
 
@@ -94,10 +94,8 @@ class KbitPreparedModel:
 
     def _settle_plan(self, tree: ModelTree, engine: str | None = None) -> None:
         """Plan for the model as it is now; refuse one that cannot be prepared, or that another wrapper holds."""
-        with only_reading():
-            refuse_unsupported_tensors(tree, allow_meta=False)
-            refuse_held(tree)
-            self.plan = plan_as_detected(tree, self.config, engine)
+        refuse_held(tree)
+        self.plan = plan_for(tree, self.config, engine, allow_meta=False)
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
@@ -113,12 +111,6 @@ class KbitPreparedModel:
             f"{type(self).__name__!r} object has no attribute {name!r}{hint}",
             name=name,
             obj=self,
-        )
-
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: it is the model that is called."""
-        raise TypeError(
-            f"a {type(self).__name__} wraps a model and is not one: call its .model, prepared.model(...)"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -187,7 +187,7 @@ class Manifest(Report, ManifestPart):
 
         ``KbitPreparedModel.manifest`` documents it.
         """
-        if len(preparation.precisions) > 1:
+        if len({plan.config.precision for plan in preparation.plans}) > 1:
             raise ManifestError(
                 "prepare_model_for_kbit_training was called again with another "
                 "precision, and a manifest records one preparation; restore() the "

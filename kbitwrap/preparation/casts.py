@@ -279,12 +279,11 @@ class Casts:
             blocks = tuple(self.tree.adapted_blocks)
         else:
             return []
-        halves: set[nn.Module] = set()  # which have something to cast
-        for tensor in self.castable:
-            halves.update(module for module, _ in self.tree.places(tensor))
+        half_ids = {id(tensor.parameter) for tensor in self.castable}
         found: dict[nn.Module, Node] = {}
         for node in self.tree.base:
-            is_half = node.module in halves and node.fqn.startswith(blocks)
+            ids = {id(one) for one in node.module._parameters.values()}
+            is_half = not ids.isdisjoint(half_ids) and node.fqn.startswith(blocks)
             if is_half and is_norm(node.module, self.config.norm_modules):
                 found.setdefault(node.module, node)
         return [*found.values()]

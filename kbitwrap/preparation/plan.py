@@ -231,49 +231,32 @@ def build_plan(
     return plan_for(tree_of(model), PrepareConfig.of(config, fields))
 
 
-def plan_for(tree: ModelTree, config: PrepareConfig, engine: str | None = None) -> Plan:
-    """Plan for a model that an engine will shard; raises as ``build_plan`` does."""
-    with only_reading():
-        refuse_unsupported_tensors(tree, allow_meta=True)
-        return plan_as_detected(tree, config, engine)
-
-
-def plan_as_detected(
-    tree: ModelTree, config: PrepareConfig, engine: str | None = None
+def plan_for(
+    tree: ModelTree,
+    config: PrepareConfig,
+    engine: str | None = None,
+    *,
+    allow_meta: bool = True,
 ) -> Plan:
-    """Plan for a model that is known to be supported, and for an engine.
-
-    Raises:
-        MemoryBudgetError: The plan's peak is over the budget; it names the precisions
-            that would fit.
-    """
+    """Plan for a model that an engine may shard; raises as ``build_plan`` does."""
     with only_reading():
+        refuse_unsupported_tensors(tree, allow_meta=allow_meta)
         plan = write_plan(Casts(tree, config, tree.quantization, engine=engine))
     budget = config.memory_budget_bytes
     if budget is None or plan.peak_bytes <= budget:
         return plan
-    fitting = tuple(
-        precision.value
-        for precision in Precision
-        if plan_as_detected(
-            tree,
-            dataclasses.replace(config, memory_budget=None, precision=precision),
-            engine,
-        ).peak_bytes
-        <= budget
-    )
-    remedy = (
-        f"these precisions fit: {', '.join(fitting)}"
-        if fitting
-        else "no precision fits"
-    )
+    fitting = []
+    for precision in Precision:
+        other = dataclasses.replace(config, memory_budget=None, precision=precision)
+        if plan_for(tree, other, engine).peak_bytes <= budget:
+            fitting.append(precision.value)
     raise MemoryBudgetError(
         f"preparing with precision {config.precision.value!r} needs "
         f"{format_bytes(plan.peak_bytes)} at its peak, the budget is "
-        f"{format_bytes(budget)}; {remedy}",
+        f"{format_bytes(budget)}; precisions that fit: {', '.join(fitting) or 'none'}",
         plan=plan,
         budget_bytes=budget,
-        fitting=fitting,
+        fitting=tuple(fitting),
     )
 
 

@@ -12,7 +12,6 @@ from typing import cast
 
 from torch import nn
 
-from ..config import Precision
 from ..edits.base import Edit, OriginalSlot
 from ..edits.flags import hold, warn_of_saving
 from ..edits.journal import Call, Journal, TrainedPolicy, Undoing
@@ -77,11 +76,6 @@ class Preparation:
     def plan(self) -> Plan:
         """The last plan applied."""
         return self.plans[-1]
-
-    @property
-    def precisions(self) -> set[Precision]:
-        """The precisions of the plans applied."""
-        return {plan.config.precision for plan in self.plans}
 
     @property
     def upcasts_all(self) -> bool:
@@ -345,11 +339,7 @@ class Preparation:
             record: ParameterRecord | None = getattr(slot, "record", None)
             failures[type(slot).__name__ if record is None else record.fqn] = error
         if failures:
-            named = []
-            for name, error in failures.items():
-                message = str(error)
-                is_named = message.startswith(name)
-                named.append(message if is_named else f"{name}: {message}")
+            named = [f"{name}: {error}" for name, error in failures.items()]
             raise RestoreError(
                 f"not restored: {'; '.join(named)}. Everything else was; "
                 "restore(trained='keep') or restore(trained='discard') settles what was "

@@ -155,11 +155,13 @@ class Original(ModelState):
 
         PEFT names AQLM's codes ``qweight``, for one.
         """
-        parameter = module._parameters[name]
-        if parameter is None or self.records.at(module, name) is not None:
+        if self.records.at(module, name) is not None:
             return False
-        names = [n for n, p in module._parameters.items() if p is parameter]
-        return any(self.records.at(module, other) is not None for other in names)
+        for other, parameter in module._parameters.items():
+            is_same = parameter is not None and parameter is module._parameters[name]
+            if is_same and self.records.at(module, other) is not None:
+                return True
+        return False
 
     def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
