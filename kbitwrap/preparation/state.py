@@ -235,24 +235,22 @@ def _moment(tree: ModelTree) -> dict[str, dict[str, Any]]:
     Memory is the parameters' storages, each counted once, and what allocators count
     over all accelerators that hold parameters; ``None`` where none counts.
     """
-    modules: dict[nn.Module, str] = {}
-    for node in tree.base:
-        modules.setdefault(node.module, node.fqn)
+    base = [node for node in tree.modules if node.is_base]
     hooks: dict[str, int] = {}
     checkpointing: list[str] = []
-    for module, fqn in modules.items():
-        num_hooks = len(input_gradient_hooks(module))
+    for node in base:
+        num_hooks = len(input_gradient_hooks(node.module))
         if num_hooks:
-            hooks[fqn] = num_hooks
-        if vars(module).get("gradient_checkpointing") is True:
-            checkpointing.append(fqn)
+            hooks[node.fqn] = num_hooks
+        if vars(node.module).get("gradient_checkpointing") is True:
+            checkpointing.append(node.fqn)
     use_cache = getattr(getattr(tree.model, "config", None), "use_cache", None)
     state = {
         "input_gradient_hooks": hooks,
         "checkpointing": checkpointing,
         "use_cache": use_cache if isinstance(use_cache, bool) else None,
-        "num_modules": len(modules),
-        "num_training": sum(module.training for module in modules),
+        "num_modules": len(base),
+        "num_training": sum(node.module.training for node in base),
     }
 
     parameters = [tensor.parameter for tensor in tree.tensors]
