@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 import weakref
@@ -142,7 +143,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         # on all ranks, which read a sharded model together
         self._manifest = None if prepared is None else _manifest_of(prepared)
         if state.global_step:  # training is resumed
-            self._compare(args, state)
+            self._compare(state)
         if prepared is None:
             found = "is not prepared"
             if self.prepared is not None:
@@ -213,9 +214,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         """Write the manifest into the checkpoint folder."""
         if not args.should_save or self._manifest is None:
             return
-        folders = _checkpoint_folders(args, state)
+        pattern = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if state.is_hyper_param_search:  # which has a folder for each trial
+            pattern = f"*/{pattern}"
+        folders = sorted(
+            Path(args.output_dir or ".").glob(pattern), key=os.path.getmtime
+        )
         if folders:
-            self._manifest.save(folders[0] / self.manifest_name)
+            self._manifest.save(folders[-1] / self.manifest_name)
         else:
             warnings.warn(
                 f"found no {PREFIX_CHECKPOINT_DIR}-{state.global_step} in {args.output_dir}, so no manifest was "
@@ -229,7 +235,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         found = prepared_of(model)
         return found if self.prepared in (None, found) else None
 
-    def _compare(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _compare(self, state: TrainerState) -> None:
         """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
         # by the name of a class, which may be derived from this one; several are a list
         expected = None
@@ -237,22 +243,6 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             for one in saved if isinstance(saved, list) else [saved]:
                 if isinstance(one, dict) and isinstance(one.get("preparation"), dict):
                     expected = one["preparation"]
-
-        # the folder that was probably resumed from
-        folders = _checkpoint_folders(args, state)
-        if args.resume_from_checkpoint:
-            folders.insert(0, Path(args.resume_from_checkpoint))
-        recorded, where = None, f"the checkpoint's {self.manifest_name}"
-        for folder in folders:
-            path = folder / self.manifest_name
-            # A damaged one, and that of another checkpoint, say nothing.
-            with contextlib.suppress(ManifestError):
-                manifest = Manifest.load(path)
-                is_its_own = expected is None or not manifest.diff_essence(expected)
-                if recorded is None and is_its_own:
-                    recorded, where = manifest, repr(str(path))
-        if expected is None and recorded is not None:
-            expected = recorded.essence()
 
         if expected is None:
             warnings.warn(
@@ -264,14 +254,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             return
         found = ManifestDiff({"": {"prepared": (True, False)}})
         if self._manifest is not None:
-            if not self._manifest.diff_essence(expected):
-                return
-            # of tensors too, where the checkpoint's own manifest is found
-            found = self._manifest.diff_essence(expected, recorded)
+            found = self._manifest.diff_essence(expected)
+        if not found:
+            return
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
             f"{found.summary()}. No step was taken. Load that base again and prepare it with "
-            f"KbitPreparedModel.from_manifest(model, {where}), or train without resuming",
+            f"KbitPreparedModel.from_manifest(model, manifest), with the checkpoint's {self.manifest_name}, "
+            "whose diff(prepared.manifest()) names each tensor, or train without resuming",
             **vars(found),
         )
 
@@ -476,16 +466,6 @@ def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
         if prepared.config.freeze or prepared not in _manifests:
             raise
     return _manifests[prepared]
-
-
-def _checkpoint_folders(args: TrainingArguments, state: TrainerState) -> list[Path]:
-    """Find the folders of this step's checkpoint, newest first: a hyperparameter search has one for each trial."""
-    pattern = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    if state.is_hyper_param_search:
-        pattern = f"*/{pattern}"
-    found = Path(args.output_dir or ".").glob(pattern)
-    folders = [path for path in found if path.is_dir()]
-    return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
 def _prepared(model: _Model) -> KbitPreparedModel | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import socket
@@ -18,7 +17,6 @@ from torch import nn
 from kbitwrap import KbitPreparedModel, Manifest, ManifestMismatchError
 from kbitwrap.integrations import KbitTrainerCallback
 from support import forks
-from support.thorough import few
 from support.trainers import (
     EVERY_STEP,
     NAME,
@@ -87,30 +85,15 @@ OTHERS: dict[str, tuple[Callable[[], KbitPreparedModel | nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "elsewhere"),
-    few(
-        itertools.product(OTHERS, [False, True]),
-        [*((case, number % 2 == 0) for number, case in enumerate(OTHERS)), ("weight", True), ("weight", False)],
-    ),
-)
+@pytest.mark.parametrize("case", OTHERS)
 def test_resuming_on_another_base_is_refused(
-    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]], case: str, elsewhere: bool
+    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]], case: str
 ) -> None:
     make, what = OTHERS[case]
-    output = tmp_path if elsewhere else run[0].parent
-    with pytest.raises(ManifestMismatchError, match=r"No step was taken.*from_manifest") as caught:
-        resume(make(), run[0], output)
+    with pytest.raises(ManifestMismatchError, match=r"No step was taken.*from_manifest.*kbitwrap\.json") as caught:
+        resume(make(), run[0], tmp_path)
     assert what in caught.value.different[""]
     assert f"{what}: expected" in str(caught.value)
-    assert (str(run[0] / NAME) in str(caught.value)) != elsewhere
-    if case == "weight":
-        names = {fqn for fqn in caught.value.different if fqn}
-        assert names == (set() if elsewhere else {"model.norm.weight"})
-    # The folder is known where the arguments name it, as scripts do.
-    with pytest.raises(ManifestMismatchError) as caught:
-        resume(make(), run[0], tmp_path, resume_from_checkpoint=str(run[0]))
-    assert str(run[0] / NAME) in str(caught.value)
 
 
 def test_settings_that_change_no_number_are_no_difference(
@@ -118,17 +101,6 @@ def test_settings_that_change_no_number_are_no_difference(
 ) -> None:
     prepared = prepare("full", memory_budget="1GiB", keep_originals=True, empty_cache=False)
     assert outcome(resume(prepared, run[0], tmp_path)) == (run[1][0][2:], run[1][1])
-
-
-def test_the_manifest_of_another_checkpoint_is_not_used(
-    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
-) -> None:
-    (tmp_path / "checkpoint-2").mkdir()
-    prepare("none").manifest().save(tmp_path / "checkpoint-2" / NAME)
-    with pytest.raises(ManifestMismatchError) as caught:
-        resume(prepare("norms"), run[0], tmp_path)
-    assert caught.value.different[""]["config.precision"] == ("full", "norms")
-    assert str(tmp_path) not in str(caught.value)
 
 
 def test_a_checkpoint_without_a_record_is_a_warning(tmp_path: Path) -> None:
@@ -141,16 +113,6 @@ def test_a_checkpoint_without_a_record_is_a_warning(tmp_path: Path) -> None:
     # From here on there is one.
     with pytest.raises(ManifestMismatchError):
         resume(prepare("none"), tmp_path / "checkpoint-2", tmp_path)
-
-
-def test_a_manifest_beside_a_state_without_record_is_compared(tmp_path: Path) -> None:
-    prepared = prepare("norms")
-    trainer = trainer_for(adapt(prepared.model), tmp_path, **EVERY_STEP)
-    trainer.train()
-    prepared.manifest().save(tmp_path / "checkpoint-1" / NAME)
-    assert resume(prepare("norms"), tmp_path / "checkpoint-1", tmp_path).losses == trainer.losses[1:]
-    with pytest.raises(ManifestMismatchError, match=r"config\.precision: expected 'norms', found 'none'"):
-        resume(prepare("none"), tmp_path / "checkpoint-1", tmp_path)
 
 
 def test_another_version_of_transformers_may_write_a_config_differently(
@@ -180,18 +142,6 @@ def test_the_record_of_a_derived_callback_is_found(tmp_path: Path, name: str) ->
     trainer_for(adapt(prepared.model), tmp_path, callbacks=[callback], **EVERY_STEP).train()
     with pytest.raises(ManifestMismatchError, match=r"config\.precision: expected 'full', found 'norms'"):
         resume(prepare("norms"), tmp_path / "checkpoint-1", tmp_path)
-
-
-def test_a_damaged_manifest_hides_no_difference(
-    tmp_path: Path, run: tuple[Path, tuple[list[float], dict[str, object]]]
-) -> None:
-    checkpoint = tmp_path / "checkpoint-2"
-    shutil.copytree(run[0], checkpoint)
-    (checkpoint / NAME).write_text("{")
-    with pytest.raises(ManifestMismatchError, match=r"config\.precision") as caught:
-        resume(prepare("norms"), checkpoint, tmp_path)
-    assert str(checkpoint) not in str(caught.value)
-    assert resume(prepare("full"), checkpoint, tmp_path).losses == run[1][0][2:]
 
 
 @pytest.mark.parametrize("saved", [None, [], [None], "text", {}, {"preparation": 5}])
