@@ -6,7 +6,6 @@ import contextlib
 import functools
 import sys
 import types
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -120,11 +119,9 @@ def prepare_model_for_kbit_training(
 
 def _prepare(model: nn.Module, config: PrepareConfig, clears_cache: bool) -> None:
     with changing:
-        wrapper = PeftPreparedModel.apply_on_top(model, config)
+        PeftPreparedModel.apply_on_top(model, config)
     if clears_cache and detect_as_peft(model).casts:
         empty_cache()
-    if not wrapper.plan.is_quantized:
-        warnings.warn(wrapper.plan.warnings[0], UserWarning, stacklevel=3)
 
 
 def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:

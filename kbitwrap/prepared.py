@@ -89,8 +89,6 @@ class KbitPreparedModel:
         self.model = model
         self.config = PrepareConfig.of(config, fields)
         self._settle_plan(tree_of(model))
-        for alarm in self.plan.alarms:
-            warnings.warn(alarm, UserWarning, stacklevel=2)
 
     def _settle_plan(self, tree: ModelTree, engine: str | None = None) -> None:
         """Plan for the model as it is now; refuse one that cannot be prepared, or that another wrapper holds."""
@@ -145,8 +143,8 @@ class KbitPreparedModel:
         with changing:
             tree = tree_of(self.model)
             self._settle_plan(tree, engine)
-            if not self.plan.is_quantized:
-                warnings.warn(self.plan.warnings[0], UserWarning, stacklevel=2)
+            for alarm in self.plan.alarms:
+                warnings.warn(alarm, UserWarning, stacklevel=2)
             self._apply(self.plan, tree)
         return self
 

@@ -40,7 +40,9 @@ def of_upcast_before(casts: Casts) -> Warnings:
     """Say that a model was frozen and upcast before, which its config contradicts."""
     model = casts.tree.model
     dtype = getattr(getattr(model, "config", None), "dtype", None)
-    if not casts.quantization.is_quantized or dtype not in HALF_DTYPES:
+    # PEFT's function may be called on what it prepared.
+    is_expected = casts.freeze_adapters or not casts.quantization.is_quantized
+    if is_expected or dtype not in HALF_DTYPES:
         return []
     others = []  # than quantized ones, which a quantized layer's own bias is too
     for tensor in casts.base:

@@ -66,10 +66,8 @@ class Plan(Report):
             the parameters' devices while the model is prepared; beside the figures
             above, which do not count them.
         warnings: Consequences of these settings that need attention.
-        alarms: The warnings that a wrapper gives as ``UserWarning``, whether anybody
-            looks at its plan or not.
-        is_quantized: Whether the model is quantized; an unquantized one is never
-            checkpointed.
+        alarms: The warnings that ``prepare`` gives as ``UserWarning``, whether anybody
+            looks at the plan or not.
         casts: Whether half parameters may be cast: false where the quantization method
             manages its own precision.
     """
@@ -84,7 +82,6 @@ class Plan(Report):
     record_bytes: int
     warnings: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
-    is_quantized: bool = True
     casts: bool = True
     sample_bytes: int = 0
 
@@ -279,13 +276,15 @@ def write_plan(casts: Casts) -> Plan:
         *edits_of_adapters(casts, casts),
         checkpoint(tree, config, quantization),
     )
-    upcast_before = advice.of_upcast_before(casts)
-    lost = [*advice.of_head(casts), *advice.of_lost_gradients(tree)]
-    warnings = (
+    alarms = [
         *advice.of_unquantized(casts),
-        *upcast_before,
+        *advice.of_upcast_before(casts),
+        *advice.of_head(casts),
+        *advice.of_lost_gradients(tree),
+    ]
+    warnings = (
+        *alarms,
         *advice.of_norms(casts),
-        *lost,
         *advice.of_adapters(casts),
         *advice.of_unquantized_stacks(casts),
         *advice.of_precision(casts),
@@ -307,9 +306,7 @@ def write_plan(casts: Casts) -> Plan:
         cache_bytes=sum(tensor.parameter.nbytes for tensor in casts.castable),
         record_bytes=sum(edit.record_bytes for edit in edits),
         warnings=warnings,
-        # PEFT's function may be called on what it prepared.
-        alarms=(*lost, *(() if casts.freeze_adapters else upcast_before)),
-        is_quantized=quantization.is_quantized,
+        alarms=tuple(alarms),
         casts=quantization.casts,
         sample_bytes=sum(map(sample_bytes, base.values())),
     )

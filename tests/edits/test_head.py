@@ -288,7 +288,7 @@ def test_where_the_head_is_float32_anyway_it_changes_nothing(precision: str) -> 
 
 def test_a_model_without_a_half_head_is_told_so() -> None:
     with pytest.warns(UserWarning, match="head='float32' changes nothing"):
-        KbitPreparedModel(zoo.load("bert"), head="float32")
+        KbitPreparedModel(zoo.load("bert"), head="float32").prepare()
     assert not any("head=" in w for w in build_plan(zoo.load("llama"), head="float32").warnings)
 
 

@@ -83,7 +83,8 @@ def test_it_is_said_where_no_gradient_comes_through(method: str, name: str) -> N
     assert len(warned) == (name in LOSING_GRADIENTS)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        KbitPreparedModel(model)
+        prepared = KbitPreparedModel(model).prepare()
+    prepared.restore()
     assert [str(warning.message) for warning in heard] == warned
     assert before.diff(Snapshot(model)) == []
     layer = model.model.layers[0].mlp.gate_proj
