@@ -124,13 +124,12 @@ class Casts:
 
         There is one for each role, in the order of the roles.
         """
-        by_role: dict[Role, _Tensors] = {role: [] for role in Role}
-        if self.config.precision is Precision.COMPUTE:
-            for tensor in self.castable:
-                if key_of(tensor.parameter) not in self._stored:
-                    by_role[self.role(tensor)].append(tensor)
+        is_asked_for = self.config.precision is Precision.COMPUTE
+        found = self.castable if is_asked_for else []
+        upcast = [one for one in found if key_of(one.parameter) not in self._stored]
         edits = []
-        for role, tensors in by_role.items():
+        for role in Role:
+            tensors = [tensor for tensor in upcast if self.role(tensor) is role]
             if not tensors:
                 continue
             # A tied weight is seen as float32 from each of its modules.
@@ -162,22 +161,16 @@ class Casts:
     def _stored(self) -> dict[int, str]:
         """The keys of the memory that is stored in float32, each with the reason."""
         found: dict[int, str] = {}
-        precision = self.config.precision
-        for tensor in self.castable if precision.upcasts_all else ():
-            key = key_of(tensor.parameter)
-            if precision is Precision.FULL:
-                found[key] = ""
-            elif key not in found:
-                reason = self._stored_because(tensor)
-                if reason:
-                    found[key] = reason
+        for tensor in self.castable if self.config.precision.upcasts_all else ():
+            reason = self._stored_because(tensor)
+            if reason is not None:
+                found.setdefault(key_of(tensor.parameter), reason)
         return found
 
-    def _stored_because(self, tensor: NamedTensor) -> str:
-        """Say why a half parameter is stored in float32 under ``"compute"``.
-
-        The reason is empty where the parameter is upcast at use.
-        """
+    def _stored_because(self, tensor: NamedTensor) -> str | None:
+        """Say why a half parameter is stored in float32; ``None``: it is upcast at use."""
+        if self.config.precision is Precision.FULL:
+            return ""
         parameter = tensor.parameter
         is_layers = isinstance(tensor.module, (nn.Linear, nn.Embedding))
         is_plain = is_layers and not is_quantized_layer(tensor.module)
@@ -193,7 +186,7 @@ class Casts:
             return (
                 "its module does not compute with the parameter itself, or writes to it"
             )
-        return ""
+        return None
 
     @functools.cached_property
     def stores(self) -> list[Edit]:
