@@ -92,8 +92,10 @@ class KbitPreparedModel:
 
     def _settle_plan(self, tree: ModelTree, engine: str | None = None) -> None:
         """Plan for the model as it is now; refuse one that cannot be prepared, or that another wrapper holds."""
+        with only_reading():
+            refuse_unsupported_tensors(tree, allow_meta=False)
         refuse_held(tree)
-        self.plan = plan_for(tree, self.config, engine, allow_meta=False)
+        self.plan = plan_for(tree, self.config, engine)
 
     def __repr__(self) -> str:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"

@@ -228,16 +228,10 @@ def build_plan(
     return plan_for(tree_of(model), PrepareConfig.of(config, fields))
 
 
-def plan_for(
-    tree: ModelTree,
-    config: PrepareConfig,
-    engine: str | None = None,
-    *,
-    allow_meta: bool = True,
-) -> Plan:
+def plan_for(tree: ModelTree, config: PrepareConfig, engine: str | None = None) -> Plan:
     """Plan for a model that an engine may shard; raises as ``build_plan`` does."""
     with only_reading():
-        refuse_unsupported_tensors(tree, allow_meta=allow_meta)
+        refuse_unsupported_tensors(tree, allow_meta=True)
         plan = write_plan(Casts(tree, config, tree.quantization, engine=engine))
     budget = config.memory_budget_bytes
     if budget is None or plan.peak_bytes <= budget:
