@@ -101,14 +101,10 @@ class KbitPreparedModel:
         return f"KbitPreparedModel({type(self.model).__name__}, precision={str(self.config.precision)!r}, {self.state})"
 
     def __getattr__(self, name: str) -> Any:
-        """Raise; where the model has what was asked for, say that ``.model`` is meant."""
-        hint = (
-            f"; it wraps a model, and its .model has {name!r}: give prepared.model in its place"
-            if hasattr(vars(self).get("model"), name)
-            else ""
-        )
+        """Raise, and say that the model may be meant."""
         raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}{hint}",
+            f"{type(self).__name__!r} object has no attribute {name!r}; it wraps a model: where that is meant, "
+            "give prepared.model in its place",
             name=name,
             obj=self,
         )

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +29,6 @@ from kbitwrap import (
     LifecycleState,
     Manifest,
     ManifestDiff,
-    ManifestError,
     ManifestMismatchError,
     StateError,
     UnsupportedModelError,
@@ -114,14 +112,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         return {"args": args, "attributes": {}, "preparation": essence}
 
     def on_init_end(self, *args: Any, model: _Model = None, **kwargs: Any) -> None:
-        """Adopt the model that was made from the prepared one, and record a base that will be trained itself."""
+        """Adopt the model that was made from the prepared one."""
         prepared = self._wrapper(model)
-        if prepared is None:
-            return
-        if _has_adapters(model):
+        if prepared is not None and _has_adapters(model):
             prepared.adopt(model)
-        if not prepared.config.freeze and prepared.state is LifecycleState.PREPARED:
-            _manifest_of(prepared)
 
     def on_train_begin(
         self,
@@ -141,7 +135,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             _refuse_other_dtypes(prepared, model)
 
         # on all ranks, which read a sharded model together
-        self._manifest = None if prepared is None else _manifest_of(prepared)
+        self._manifest = None if prepared is None else prepared.manifest()
         if state.global_step:  # training is resumed
             self._compare(state)
         if prepared is None:
@@ -451,21 +445,6 @@ def _refuse_other_dtypes(prepared: KbitPreparedModel, model: _Model) -> None:
             state=prepared.state,
             expected=(LifecycleState.PREPARED,),
         )
-
-
-_manifests: weakref.WeakKeyDictionary[KbitPreparedModel, Manifest] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _manifest_of(prepared: KbitPreparedModel) -> Manifest:
-    """Return the manifest of a preparation; for a base that has been trained itself, the one made before training."""
-    try:
-        _manifests[prepared] = prepared.manifest()
-    except ManifestError:
-        if prepared.config.freeze or prepared not in _manifests:
-            raise
-    return _manifests[prepared]
 
 
 def _prepared(model: _Model) -> KbitPreparedModel | None:

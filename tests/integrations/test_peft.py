@@ -47,7 +47,7 @@ def test_a_wrapper_given_for_its_model_says_that_the_model_is_meant(tmp_path: Pa
         (lambda: peft.inject_adapter_in_model(zoo.lora_config("llama"), prepared), "named_modules"),
         (lambda: Trainer(model=prepared, args=args), "to"),
     ):
-        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; .* its \.model has '{name}'"):
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; it wraps a model"):
             call()
     with pytest.raises(TypeError, match="not callable"):
         prepared(**zoo.inputs("llama", prepared.model))
@@ -57,7 +57,7 @@ def test_a_wrapper_has_no_attribute_of_its_model() -> None:
     prepared = KbitPreparedModel(zoo.load("llama"))
     assert not hasattr(prepared, "named_modules")
     assert getattr(prepared, "hf_device_map", None) is None
-    with pytest.raises(AttributeError, match=r"^'KbitPreparedModel' object has no attribute 'nowhere'$"):
+    with pytest.raises(AttributeError, match=r"^'KbitPreparedModel' object has no attribute 'nowhere'"):
         prepared.nowhere  # noqa: B018
 
 
