@@ -104,24 +104,19 @@ def prepare_model_for_kbit_training(
         (torch.float16, True)
     """
     # TRL takes local variables for parameters too, so there are none.
-    _prepare(
-        model,
-        PrepareConfig(
-            precision=precision,  # type: ignore[arg-type]
-            empty_cache=False,
-            gradient_checkpointing=bool(use_gradient_checkpointing),
-            gradient_checkpointing_kwargs=gradient_checkpointing_kwargs or {},
-        ),
-        auto_clear_cache,
-    )
-    return model
-
-
-def _prepare(model: nn.Module, config: PrepareConfig, clears_cache: bool) -> None:
     with changing:
-        PeftPreparedModel.apply_on_top(model, config)
-    if clears_cache and detect_as_peft(model).casts:
+        PeftPreparedModel.apply_on_top(
+            model,
+            PrepareConfig(
+                precision=precision,  # type: ignore[arg-type]
+                empty_cache=False,
+                gradient_checkpointing=bool(use_gradient_checkpointing),
+                gradient_checkpointing_kwargs=gradient_checkpointing_kwargs or {},
+            ),
+        )
+    if auto_clear_cache and detect_as_peft(model).casts:
         empty_cache()
+    return model
 
 
 def restore(model: nn.Module, trained: TrainedPolicy = "keep") -> RestoreReport:

@@ -586,7 +586,7 @@ class PeftPreparedModel(KbitPreparedModel):
         self.model, self.config = model, config
 
     @staticmethod
-    def apply_on_top(model: nn.Module, config: PrepareConfig) -> KbitPreparedModel:
+    def apply_on_top(model: nn.Module, config: PrepareConfig) -> None:
         """Prepare a model by PEFT's detection, on top of what holds it already; adapters are frozen too."""
         tree, preparation = Preparation.tree_of(model)
         with only_reading():
@@ -596,7 +596,7 @@ class PeftPreparedModel(KbitPreparedModel):
                 Casts(tree, config, detect_as_peft(model), freeze_adapters=True)
             )
         for alarm in plan.alarms:
-            warnings.warn(alarm, UserWarning, stacklevel=4)
+            warnings.warn(alarm, UserWarning, stacklevel=3)
         wrapper = None if preparation is None else preparation.holder()
         if not isinstance(wrapper, KbitPreparedModel):
             wrapper = PeftPreparedModel(model, config)
@@ -604,4 +604,3 @@ class PeftPreparedModel(KbitPreparedModel):
             wrapper._expect_prepared("prepare_model_for_kbit_training")
         wrapper._apply(plan, tree)
         wrapper.plan = plan
-        return wrapper

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
-from peft import get_peft_model_state_dict
 from torch import nn
 from transformers import (
     Trainer,
@@ -139,12 +138,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if state.global_step:  # training is resumed
             self._compare(state)
         if prepared is None:
-            found = "is not prepared"
-            if self.prepared is not None:
-                found = "is not the given wrapper's model, or was restored"
             raise StateError(
-                f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} {found}: "
-                "train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
+                f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} is not "
+                "prepared, is not the given wrapper's model, or was restored: train inside "
+                "`with KbitPreparedModel(model) as prepared`, or after prepare()",
                 expected=(LifecycleState.PREPARED,),
             )
 
@@ -413,24 +410,15 @@ def _refuse_lost_adapters(model: _Model) -> None:
     """
     if not _has_adapters(model):
         return
-    state = {}
     for fqn, parameter in model.named_parameters():
         is_trained = parameter.requires_grad and is_sharded_tensor(parameter)
         if is_trained and _OF_FSDP1 in fqn:
-            state[fqn.replace(_OF_FSDP1, "")] = parameter
-    if not state:
-        return
-    for name in model.peft_config:
-        found = get_peft_model_state_dict(
-            model, state, adapter_name=name, save_embedding_layers=False
-        )
-        if found:
-            return
-    raise UnsupportedModelError(
-        "PEFT finds no adapter in a model whose blocks FSDP1 wrapped, so checkpoints would hold none, and none would "
-        'be loaded from them: shard by FSDP2 (fsdp_config={"version": 2, ...}), or train with save_strategy="no" and '
-        "export the merged model. No step was taken"
-    )
+            raise UnsupportedModelError(
+                "PEFT finds no adapter in a model whose blocks FSDP1 wrapped, so checkpoints would hold none, and none "
+                'would be loaded from them: shard by FSDP2 (fsdp_config={"version": 2, ...}), or train with '
+                'save_strategy="no" and export the merged model. No step was taken',
+                fqn=fqn,
+            )
 
 
 def _refuse_other_dtypes(prepared: KbitPreparedModel, model: _Model) -> None:

@@ -433,21 +433,13 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
 
     Such a part is a module, or a parameter that two models share.
     """
-    paths = {id(tensor.parameter): tensor.path for tensor in tree.tensors}
     for preparation, other in _all_in_force():
-        if preparation is but:
-            continue
-        ids = [id(tensor.parameter) for tensor in other.tensors]
-        shared = [paths[key] for key in ids if key in paths]
-        if not other.owners.isdisjoint(tree.owners):
-            what = ", or a part of it,"
-        elif shared:
-            name = type(other.model).__name__
-            what = f" shares its {shared[0]} with a {name} that"
-        else:
+        shared = [one.path for one in tree.tensors if id(one.parameter) in other.ids]
+        if preparation is but or not shared:
             continue
         raise StateError(
-            f"this {type(tree.model).__name__}{what} is prepared already; restore() "
+            f"this {type(tree.model).__name__} shares its {shared[0]} with a "
+            f"{type(other.model).__name__} that is prepared already; restore() "
             "that first, or find its wrapper with kbitwrap.prepared_of(model)",
             state=getattr(preparation.holder(), "state", None),
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
