@@ -12,7 +12,6 @@ from ..config import Precision
 from ..edits.norms import can_rebind_forward, computes_in_float32
 from ..model.quantization import (
     STACKS_QUANTIZED_BY,
-    is_quantized_parameter,
     is_rewritten,
     rounds_activations,
 )
@@ -44,14 +43,10 @@ def of_upcast_before(casts: Casts) -> Warnings:
     is_expected = casts.freeze_adapters or not casts.quantization.is_quantized
     if is_expected or dtype not in HALF_DTYPES:
         return []
-    others = []  # than quantized ones, which a quantized layer's own bias is too
-    for tensor in casts.base:
-        parameter = tensor.parameter
-        is_of_layer = is_rewritten(tensor.module, tensor.name)
-        if not (is_quantized_parameter(parameter) or is_of_layer):
-            others.append(parameter)
-    is_upcast = all(p.dtype == torch.float32 and not p.requires_grad for p in others)
-    if not (others and is_upcast):
+    # but for biases, which quantized layers round when they run
+    half = [one for one in casts.half if not is_rewritten(one.module, one.name)]
+    frozen = [one.parameter for one in casts.base if not one.parameter.requires_grad]
+    if half or all(parameter.dtype != torch.float32 for parameter in frozen):
         return []
     return [
         f"{type(model).__name__} was upcast before, as "

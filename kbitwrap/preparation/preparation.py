@@ -196,9 +196,8 @@ class Preparation:
             whole = ModelTree(peft_model, self.before.records)
             around = Casts(whole, self.plan.config, tree.quantization)
             edits = edits_of_adapters(casts, around)
-            told = self.plan.warnings
             found = advice.of_adapters(casts)
-            new = [warning for warning in found if warning not in told]
+            new = [warning for warning in found if warning not in self.plan.warnings]
 
         def settle() -> None:
             taken = [one.model for one in self.journal.of(AcceleratePreparation)]
