@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -264,18 +263,13 @@ class KbitPreparedModel:
         finally:
             finish(self._end, suspension)
 
-    def suspend(self) -> Callable[[], bool]:
+    def suspend(self) -> None:
         """Put the model in its original state: ``suspended()`` where no with-block can be; raises as that does.
 
         It is all or nothing, and the model holds the wrapper meanwhile, as a prepared
-        one does.
-
-        Returns:
-            A call that ends this suspension, as ``resume`` does, and no other.
+        one does. ``resume`` ends it.
         """
-        suspension = Journal()
-        self._suspend(suspension, "suspend", hold=True)
-        return functools.partial(finish, self._end, suspension)
+        self._suspend(Journal(), "suspend", hold=True)
 
     def resume(self) -> bool:
         """End a suspension, and return whether there was one.

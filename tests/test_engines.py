@@ -114,7 +114,8 @@ def lives_on(
                 assert torch.equal(live(**batch).logits, plain(**batch).logits)
             assert flags(model) == frozen
             if rank == 0:
-                prepared.suspend()()
+                prepared.suspend()
+                prepared.resume()
             agree(rank)
             assert not prepared.verify()
             step("llama", live, seed=1)

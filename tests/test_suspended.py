@@ -252,19 +252,18 @@ class TestOddMoments:
             during = Snapshot(model)
             torch.manual_seed(3)
             state = torch.get_rng_state()
-            resume = prepared.suspend()
+            prepared.suspend()
             assert prepared.state is LifecycleState.SUSPENDED
             held = (": _kbitwrap_prepared",)  # nothing else may hold the wrapper
             assert before.diff(Snapshot(model), moved=True, ignore=(*REORDERED, *held)) == []
             with pytest.raises(StateError, match=r"resume\(\) it, or leave suspended"):
                 prepared.suspend()
             torch.rand(3)
-            assert resume()
-            assert not resume()
+            assert prepared.resume()
+            assert not prepared.resume()
             assert torch.equal(torch.get_rng_state(), state)
             assert during.diff(Snapshot(model), moved=True, ignore=REORDERED) == []
             with prepared.suspended():
-                assert not resume()  # it ends its own suspension alone
                 assert prepared.state is LifecycleState.SUSPENDED
                 assert prepared.resume()  # the end of the block then changes nothing
                 assert prepared.state is LifecycleState.PREPARED
