@@ -59,7 +59,7 @@ class Changes:
 def changes_of(
     before: Original,
     tree: ModelTree,
-    held: Sequence[OriginalSlot] = (),
+    held: Sequence[OriginalSlot],
 ) -> Changes:
     """Find what became of the base.
 
@@ -205,7 +205,7 @@ def _differences(
 
 
 def others_in(
-    before: Original, tree: ModelTree, kept_dtype: Collection[ParameterRecord] = ()
+    before: Original, tree: ModelTree, kept_dtype: Collection[ParameterRecord]
 ) -> tuple[list[str], list[str]]:
     """Find the parameters that are not as they were, and what others added.
 

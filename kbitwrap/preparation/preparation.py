@@ -404,19 +404,17 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
 def _refuse_to_adopt(peft_model: nn.Module, tree: ModelTree) -> None:
     """Raise for what was not made of the prepared model, or has no adapter."""
     inside = peft_model.modules() if isinstance(peft_model, nn.Module) else ()
-    name, given = type(tree.model).__name__, type(peft_model).__name__
-    if not any(id(module) in tree.owners for module in inside):
-        raise UnsupportedModelError(
-            f"adopt() expects what was made of the prepared {name}, such as "
-            f"get_peft_model(prepared.model, ...), found another {given}"
-        )
+    is_made_of = any(id(module) in tree.owners for module in inside)
     # Those of prompt learning lie outside of the prepared model, in what was made of
     # it.
-    if not (tree.adapter_ids or ModelTree(peft_model).adapter_ids):
-        raise UnsupportedModelError(
-            f"adopt() expects a model with adapters, found no adapter in this {given}; "
-            "make them first, with get_peft_model"
-        )
+    if is_made_of and (tree.adapter_ids or ModelTree(peft_model).adapter_ids):
+        return
+    what = "no adapter in this" if is_made_of else "another"
+    raise UnsupportedModelError(
+        f"adopt() expects a model with adapters that was made of the prepared "
+        f"{type(tree.model).__name__}, such as get_peft_model(prepared.model, ...), "
+        f"found {what} {type(peft_model).__name__}"
+    )
 
 
 def _all_in_force() -> list[tuple[Preparation, ModelTree]]:
