@@ -592,9 +592,9 @@ class PeftPreparedModel(KbitPreparedModel):
         for alarm in plan.alarms:
             warnings.warn(alarm, UserWarning, stacklevel=3)
         wrapper = None if preparation is None else preparation.holder()
-        if not isinstance(wrapper, KbitPreparedModel):
-            wrapper = PeftPreparedModel(model, config)
-        elif wrapper.state is not LifecycleState.PREPARED:
+        if isinstance(wrapper, KbitPreparedModel):
             wrapper._expect_prepared("prepare_model_for_kbit_training")
+        else:
+            wrapper = PeftPreparedModel(model, config)
         wrapper._apply(plan, tree)
         wrapper.plan = plan

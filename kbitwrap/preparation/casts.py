@@ -313,20 +313,12 @@ class Casts:
         return [cast_adapters(found, dtype)] if found else []
 
     def by_role(self) -> dict[str, dict[str, int]]:
-        """Count parameters, and the bytes they hold and are to hold, by role.
-
-        Parameters that are the same view of one memory count once.
-        """
+        """Count parameters, and the bytes they hold and are to hold, by role."""
         rows = {role: {"count": 0, "bytes": 0, "added_bytes": 0} for role in Role}
-        seen = set()
         for tensor in self.tree.tensors:
-            parameter = tensor.parameter
             row = rows[self.role(tensor)]
             row["count"] += 1
-            view = key_of(parameter), parameter.storage_offset(), parameter.numel()
-            if view not in seen:
-                seen.add(view)
-                row["bytes"] += parameter.numel() * parameter.element_size()
+            row["bytes"] += tensor.parameter.nbytes
         for edit in [*self.stores, *self.cast_adapters]:
             assert edit.role is not None
             rows[edit.role]["added_bytes"] += edit.added_bytes
