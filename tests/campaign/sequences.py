@@ -463,7 +463,7 @@ def suspend(world: World, rng: random.Random) -> None:
         world.ours(world.wrapper.suspend, fails=True)
         return
     before = Snapshot(world.tops[0])
-    if callable(world.ours(world.wrapper.suspend)):
+    if world.ours(world.wrapper.suspend) is None:
         world.state, world.suspended, world.is_used = "suspended", before, False
 
 
