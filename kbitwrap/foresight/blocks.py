@@ -11,18 +11,18 @@ out to the byte; else all blocks are run.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from .fakes import tensors_in
-from .ledger import BACKWARD, Ledger, Measure, Position, Run, Times, in_bytes
+from .ledger import BACKWARD, Ledger, Measure, Position, Run, in_bytes
 from .tracker import Watch
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ _PLACE = re.compile(r"(^|_)(idx|index|id|number|layer)$")
 _NUMBERS = re.compile(r"_(indexes|indices)$")
 # Values of settings that are compared; of others, the classes are.
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-# blocks of each kind that are kept: the first and the last, and those between
-_ENDS, _INNER = 2, 2
+# of each kind are kept the first and the last block, and so many between
+_INNER = 2
 
 
 class NotRepeatedError(Exception):
@@ -51,20 +51,6 @@ class Part(NamedTuple):
 
     stack: int
     number: int
-
-
-class Pair(NamedTuple):
-    """Two kept blocks of a kind that must do the same.
-
-    Attributes:
-        one: The second block of the kind, which stands for those that are left out.
-        other: The third.
-        num_blocks: How many blocks of the whole model the one stands for, itself included.
-    """
-
-    one: Part
-    other: Part
-    num_blocks: int
 
 
 @dataclass
@@ -99,18 +85,14 @@ class Stack:
     def _kept_of(self, kind: int) -> list[int]:
         return [index for index in self.kept if self.kinds[index] == kind]
 
-    def pairs(self, wanted: list[int]) -> Iterator[Pair]:
-        """Yield the two kept blocks between the ends of each kind of which blocks may be left out.
-
-        Args:
-            wanted: The blocks of the model whose step is told.
-        """
-        counts = Counter(self.kinds[index] for index in wanted)
-        for kind, count in counts.items():
+    def twins(self) -> dict[Part, Part]:
+        """Return each block that stands for others, with the next of its kind, which must do the same."""
+        found = {}
+        for kind in set(self.kinds):
             kept = self._kept_of(kind)
-            if len(kept) > _ENDS + 1:
-                one, other = (Part(self.number, index) for index in kept[1:3])
-                yield Pair(one, other, count - _ENDS)
+            if len(kept) < self.kinds.count(kind):
+                found[Part(self.number, kept[1])] = Part(self.number, kept[2])
+        return found
 
     def keep(self, num_inner: int) -> None:
         """Leave out blocks: number the others from 0, and make the config one of so many.
@@ -118,13 +100,14 @@ class Stack:
         Args:
             num_inner: How many between the first and the last of each kind are kept.
         """
-        wanted: set[int] = set()
+        wanted: list[int] = []
         for kind in set(self.kinds):
             kept = self._kept_of(kind)
-            wanted.update(kept[: num_inner + 1], kept[-1:])
-        places = [self.kept.index(index) for index in sorted(wanted)]
-        if len(places) == len(self.kept):
-            return
+            wanted += kept
+            for index in kept[num_inner + 1 : -1]:
+                wanted.remove(index)
+        wanted.sort()
+        places = [self.kept.index(index) for index in wanted]
         blocks = [self.blocks[place] for place in places]
         for number, block in enumerate(blocks):
             for module in block.modules():
@@ -142,7 +125,7 @@ class Stack:
             elif "layer" in name and type(value) is int and value == num_blocks:
                 settings[name] = len(places)
         self.blocks._modules = {str(n): block for n, block in enumerate(blocks)}
-        self.kept = sorted(wanted)
+        self.kept = wanted
 
 
 class Blocks:
@@ -159,21 +142,24 @@ class Blocks:
 
     def __init__(self, model: nn.Module, *, is_exact: bool) -> None:
         found = list(_outermost(model, None))
-        holders = _holders(blocks for blocks, *_ in found)
+        holders: Counter[int] = Counter()
+        for blocks, *_ in found:
+            for block in blocks:
+                holders.update(map(id, block.parameters()))
+        # Shared parameters are held, and get a gradient, once.
+        if any(count > 1 for count in holders.values()):
+            is_exact = True
         self.stacks = []
         for number, (blocks, config, holder) in enumerate(found):
             indices = list(range(len(blocks)))
-            kinds = _kinds(blocks, holders)
+            kinds = _kinds(blocks)
             if _is_numbered(len(blocks), config, holder):
                 kinds = indices
             self.stacks.append(Stack(number, blocks, config, kinds, indices))
         self.is_tried = False
         if not is_exact:
-            self._keep(_INNER + 1)
-
-    def _keep(self, num_inner: int) -> None:
-        for stack in self.stacks:
-            stack.keep(num_inner)
+            for stack in self.stacks:
+                stack.keep(_INNER + 1)
 
     def are_alike(self, model: nn.Module) -> bool:
         """Return whether the blocks of each kind are still of one kind, after they were given more.
@@ -184,10 +170,9 @@ class Blocks:
         lists = [blocks for blocks, *_ in _outermost(model, None)]
         if lists != [stack.blocks for stack in self.stacks]:
             return False
-        holders = _holders(lists)
         for stack in self.stacks:
             before = [stack.kinds[index] for index in stack.kept]
-            now = zip(before, _kinds(stack.blocks, holders), strict=True)
+            now = zip(before, _kinds(stack.blocks), strict=True)
             if len(set(now)) > len(set(before)):
                 return False
         return True
@@ -248,41 +233,22 @@ class Blocks:
         Yields:
             Nothing.
         """
-        with contextlib.ExitStack() as hooks:
-            for block, part in self._parts():
-                for hook in self._announce(block, watch, part):
-                    hooks.callback(hook.remove)
-            yield
 
-    def _announce(self, block: nn.Module, watch: Watch, part: Part) -> list[Any]:
-        is_first = part.number == self.stacks[part.stack].kept[0]
-
-        def begin(*_: Any) -> None:
-            watch.enter_part(part, is_first=is_first)
-
-        def follow(module: nn.Module, args: Any, output: Any) -> None:
+        def follow(begin: Any, module: nn.Module, args: Any, output: Any) -> None:
             for value in tensors_in(output):
                 if value.grad_fn is not None:
                     value.grad_fn.register_prehook(begin)
                     return
 
-        return [
-            block.register_forward_pre_hook(begin),
-            block.register_forward_hook(follow),
-        ]
-
-    def whole_step(self, ledger: Ledger, measure: Measure) -> list[Run]:
-        """Tell the step of the whole model.
-
-        Args:
-            ledger: What was written down of the step with the kept blocks.
-            measure: What is added up.
-
-        Returns:
-            The runs of all blocks, in order.
-        """
-        wanted = [list(range(len(stack.kinds))) for stack in self.stacks]
-        return self._step_of(wanted, ledger, measure)
+        with contextlib.ExitStack() as hooks:
+            for block, part in self._parts():
+                is_first = part.number == self.stacks[part.stack].kept[0]
+                begin = partial(watch.enter_part, part, is_first)
+                before = block.register_forward_pre_hook(begin)
+                after = block.register_forward_hook(partial(follow, begin))
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            yield
 
     def expect_repeated(self, with_more: Ledger, run: Callable[[], Ledger]) -> Ledger:
         """Leave out one block of each kind, and see that what is left tells the step with more.
@@ -295,120 +261,87 @@ class Blocks:
             The ledger of a step with one block of each kind less.
 
         Raises:
-            NotRepeatedError: Something grows with the number of blocks that is in none.
+            NotRepeatedError: The blocks do not run one after the other, once each, or
+                something grows with their number that is in none.
         """
         wanted = [stack.kept for stack in self.stacks]
-        self._keep(_INNER)
+        for stack in self.stacks:
+            stack.keep(_INNER)
         ledger = run()
-        told = [_effect(run) for run in self._step_of(wanted, ledger, in_bytes)]
+        told = [_effect(run) for run in self.whole_step(ledger, wanted=wanted)]
         if told != [_effect(run) for run in with_more.runs()]:
             raise NotRepeatedError("one block more does more than its own")
         self.is_tried = True
         return ledger
 
-    def _step_of(
-        self, wanted: list[list[int]], ledger: Ledger, measure: Measure
+    def whole_step(
+        self,
+        ledger: Ledger,
+        measure: Measure = in_bytes,
+        wanted: list[list[int]] | None = None,
     ) -> list[Run]:
         """Tell the runs of the step of a model with other blocks than those that were run.
 
         Args:
-            wanted: The blocks of each stack, by their numbers in the whole model.
             ledger: What was written down of the step with the kept blocks.
             measure: What is added up.
+            wanted: The blocks of each stack, by their numbers in the whole model; by
+                default all.
 
         Returns:
             The runs, in order.
 
         Raises:
-            NotRepeatedError: The blocks do not run one after the other, once each.
+            NotRepeatedError: A block does not do what the next one of its kind does.
         """
-        pairs: list[Pair] = []
+        if wanted is None:
+            wanted = [list(range(len(stack.kinds))) for stack in self.stacks]
+        twins: dict[Any, Part] = {}
+        counts: Counter[Any] = Counter()
         for stack in self.stacks:
-            if stack.is_cut:
-                pairs += stack.pairs(wanted[stack.number])
-        runs = ledger.runs(measure, _times(ledger, pairs))
-        by_position = _once_each(runs, pairs)
+            twins |= stack.twins()
+            counts.update(map(stack.part, wanted[stack.number]))
+        times: dict[tuple[Position, Position], int] = {}
+        for mark, events in ledger.spans:
+            freed = {storage.origin for storage, is_made in events if not is_made}
+            for origin in freed:
+                one, other = origin.part, twins.get(origin.part)
+                # Blocks free what they made, or what the one before them made. What is in
+                # neither, and frees what both made, frees as much for each left out.
+                is_of_all = origin._replace(part=other) in freed
+                if other is not None and is_of_all and mark.part not in (one, other):
+                    times[mark, origin] = counts[one]
+        runs = ledger.runs(measure, times)
+        by_mark = {run.mark: run for run in runs}
+        for run in runs:
+            other = twins.get(run.mark.part)
+            same = by_mark.get(run.mark._replace(part=other))
+            if other is not None and (same is None or _effect(run) != _effect(same)):
+                raise NotRepeatedError(f"two blocks of one kind differ in {run.mark}")
         result: list[Run] = []
-        seen = set()
-        for pass_, group in itertools.groupby(runs, self._pass_of):
-            if pass_ is None:
-                result += group
+        done = set()
+        for run in runs:
+            phase, part, turn = run.mark
+            if not isinstance(part, Part) or not self.stacks[part.stack].is_cut:
+                result.append(run)
                 continue
-            if pass_ in seen:
-                raise NotRepeatedError("something else runs between the blocks")
-            seen.add(pass_)
-            phase, number, turn = pass_
-            parts = [self.stacks[number].part(index) for index in wanted[number]]
+            one_pass = phase, part.stack, turn
+            if one_pass in done:
+                continue
+            done.add(one_pass)
+            parts = list(map(self.stacks[part.stack].part, wanted[part.stack]))
             if phase == BACKWARD:
                 parts.reverse()
-            for part in parts:
-                position = Position(phase, part, turn)
-                if position in by_position:
-                    result.append(by_position[position])
+            for one in parts:
+                mark = Position(phase, one, turn)
+                if mark in by_mark:
+                    result.append(by_mark[mark])
         return result
 
-    def _pass_of(self, run: Run) -> tuple[str, int, int] | None:
-        """Return the pass through a cut stack that a run is in: phase, stack and turn; ``None`` for what is in none."""
-        phase, part, turn = run.mark
-        if isinstance(part, Part) and self.stacks[part.stack].is_cut:
-            return phase, part.stack, turn
-        return None
 
-
-def _times(ledger: Ledger, pairs: list[Pair]) -> Times:
-    """Count how often a run frees what a block made, where it frees that of all blocks of the kind.
-
-    Blocks free what they made themselves, or what the one before them made. A run that
-    is in neither block of a pair, and frees what both made, frees as much for each block
-    that they stand for.
-    """
-    times: dict[tuple[Position, Position], int] = {}
-    for span in ledger.spans:
-        freed = {storage.origin for storage, is_made in span.events if not is_made}
-        for pair in pairs:
-            if span.mark.part in (pair.one, pair.other):
-                continue
-            for origin in freed:
-                other = origin._replace(part=pair.other)
-                if origin.part == pair.one and other in freed:
-                    times[span.mark, origin] = pair.num_blocks - 1
-    return times
-
-
-def _once_each(runs: list[Run], pairs: list[Pair]) -> dict[Position, Run]:
-    """Find the runs by their positions.
-
-    Args:
-        runs: The runs of the kept blocks.
-        pairs: The blocks that must do the same.
-
-    Returns:
-        The first run of each position.
-
-    Raises:
-        NotRepeatedError: A block runs more than once, or does not do what the other of its
-            pair does.
-    """
-    by_position: dict[Position, Run] = {}
-    for run in runs:
-        if run.mark in by_position and run.mark.part is not None:
-            raise NotRepeatedError(f"{run.mark} more than once")
-        by_position.setdefault(run.mark, run)
-    passes = dict.fromkeys(position._replace(part=None) for position in by_position)
-    for pair in pairs:
-        for one_pass in passes:
-            one = by_position.get(one_pass._replace(part=pair.one))
-            other = by_position.get(one_pass._replace(part=pair.other))
-            if _effect(one) != _effect(other):
-                raise NotRepeatedError(
-                    f"two blocks of one kind differ in {one_pass.phase}"
-                )
-    return by_position
-
-
-def _effect(run: Run | None) -> Any:
+def _effect(run: Run) -> Any:
     """Return the effect of a run on memory, which is equal for runs that do the same."""
-    return None if run is None else (run.mark.phase, run.net, run.at_peak)
+    return run.mark.phase, run.net, run.at_peak
 
 
 def _outermost(
@@ -431,69 +364,44 @@ def _is_numbered(num_blocks: int, config: Any, holder: nn.Module) -> bool:
         config: The config around it.
         holder: The module that runs it.
     """
-    values = list(vars(holder).values())
+    lists = list(vars(holder).values())
     for name, value in getattr(config, "__dict__", {}).items():
         if _NUMBERS.search(name):
-            values.append(value)
-    lists = [value for value in values if isinstance(value, (list, tuple))]
+            lists.append(value)
     for numbers in lists:
+        if not isinstance(numbers, (list, tuple)):
+            continue
         are_numbers = all(type(n) is int and 0 <= n < num_blocks for n in numbers)
         if are_numbers and 0 < len(numbers) < num_blocks:
             return True
     return False
 
 
-def _holders(lists: Iterable[nn.ModuleList]) -> Counter[int]:
-    """Count the blocks that each parameter lies in, by its id.
-
-    No other block does what one does that shares parameters: they are held, and get a
-    gradient, once.
-    """
-    holders: Counter[int] = Counter()
-    for blocks in lists:
-        for block in blocks:
-            holders.update(map(id, block.parameters()))
-    return holders
-
-
-def _kinds(blocks: nn.ModuleList, holders: Mapping[int, int]) -> list[int]:
-    """Sort the blocks of a stack into kinds.
-
-    Args:
-        blocks: The blocks.
-        holders: The number of blocks that each parameter lies in, by its id.
-
-    Returns:
-        The kind of each block, by number.
-    """
+def _kinds(blocks: nn.ModuleList) -> list[int]:
+    """Return the kind of each block of a stack."""
     kinds: list[int] = []
     numbers: dict[Hashable, int] = {}
     is_trained = False
-    for index, block in enumerate(blocks):
-        parameters = list(block.parameters())
+    for block in blocks:
         # Gradients flow no further back than the first parameter that is trained.
-        is_trained = is_trained or any(one.requires_grad for one in parameters)
-        is_shared = any(holders[id(one)] > 1 for one in parameters)
-        kind = is_trained, index if is_shared else None, _signature(block)
+        if any(parameter.requires_grad for parameter in block.parameters()):
+            is_trained = True
+        kind = is_trained, _signature(block)
         kinds.append(numbers.setdefault(kind, len(numbers)))
     return kinds
 
 
-def _signature(module: nn.Module) -> Hashable:
+def _signature(block: nn.Module) -> Hashable:
     """Return a block's classes, settings, and shapes and dtypes of tensors: alike in blocks that do the same."""
-    settings: list[Any] = [
-        type(module),
-        len(module._forward_hooks),
-        len(module._forward_pre_hooks),
-    ]
-    for name, value in vars(module).items():
-        if not name.startswith("_") and not _PLACE.search(name):
-            is_plain = isinstance(value, _PLAIN)
-            settings.append((name, value if is_plain else type(value)))
-    for name, one in {**module._parameters, **module._buffers}.items():
-        if one is not None:
-            kind = type(one), one.shape, one.dtype, one.requires_grad
-            settings.append((name, kind))
-    for name, child in module.named_children():
-        settings.append((name, _signature(child)))
+    settings: list[Any] = []
+    for path, module in block.named_modules():
+        num_hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        settings += [path, type(module), num_hooks]
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not _PLACE.search(name):
+                is_plain = isinstance(value, _PLAIN)
+                settings += [name, value if is_plain else type(value)]
+        for name, one in {**module._parameters, **module._buffers}.items():
+            if one is not None:
+                settings += [name, type(one), one.shape, one.dtype, one.requires_grad]
     return tuple(settings)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
 from ..errors import ConfigError
 from .cuda import ALLOCATION_BYTES
 from .ledger import (
@@ -18,7 +16,6 @@ from .ledger import (
     Sizes,
     rounded_up,
 )
-from .optimizers import Shapes
 from .trace import Step
 from .unknown import Unknown
 
@@ -29,8 +26,6 @@ _REFUSED = {
     "zero3": "DeepSpeed gathers by thresholds of its own config; 'fsdp2' shards the same",
 }
 _SHARDED = (WEIGHTS, ADAPTERS, OPTIMIZER)
-_BUCKET_BYTES = 25 << 20  # DistributedDataParallel's bucket_cap_mb by default
-_FIRST_BUCKET_BYTES = 1 << 20  # c10d's kDefaultFirstBucketBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +35,10 @@ class Devices:
     Attributes:
         engine: ``"ddp"`` or ``"fsdp2"``; ``None`` on one device.
         num_devices: How many they are.
-        on_cuda: Whether they are CUDA devices.
     """
 
     engine: str | None
     num_devices: int
-    on_cuda: bool
 
     def __post_init__(self) -> None:
         number = self.num_devices
@@ -76,7 +69,8 @@ class Devices:
             The step with what the engine holds, and without what lies on others.
         """
         if self.engine == DDP:
-            buckets = Sizes({GRADIENTS: self._bucket_bytes(step.trained)})
+            # in buckets, each with less than 512 bytes more on CUDA
+            buckets = Sizes({GRADIENTS: _trained_bytes(step)})
             return _changed(step, lambda level, _: level + buckets)
         if self.engine == FSDP2:
             return _changed(
@@ -103,9 +97,7 @@ class Devices:
             return ()
         unit = _largest_unit(step)
         gathered = unit[WEIGHTS] + unit[ADAPTERS]
-        trained = sum(
-            shape.size.numel() * shape.dtype.itemsize for shape in step.trained
-        )
+        trained = _trained_bytes(step)
         num_units = max(1, len(step.units))
         return (
             Unknown(
@@ -124,23 +116,6 @@ class Devices:
                 4 * -(-trained // num_units),
             ),
         )
-
-    def _bucket_bytes(self, shapes: Shapes) -> int:
-        """Return the bytes of the buckets: gradients get ready from the last parameter to the first."""
-        tensors = [
-            torch.empty(shape.size, dtype=shape.dtype, device="meta")
-            for shape in reversed(shapes)
-        ]
-        if not tensors:
-            return 0
-        limits = [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
-        distributed: Any = torch.distributed
-        assign = distributed._compute_bucket_assignment_by_size
-        total = 0
-        for bucket in assign(tensors, limits)[0]:
-            size = sum(tensors[index].nbytes for index in bucket)
-            total += rounded_up(size, ALLOCATION_BYTES if self.on_cuda else 1)
-        return total
 
     def _elsewhere(self, size: int) -> int:
         """Return the bytes of sharded tensors that lie on other devices."""
@@ -182,6 +157,12 @@ def _changed(step: Step, change: Any) -> Step:
         changed = change(Sizes(level), phase)
         levels[phase] = {kind: size for kind, size in changed.items() if size}
     return dataclasses.replace(step, held=change(step.held, None), levels=levels)
+
+
+def _trained_bytes(step: Step) -> int:
+    """Return the bytes of the gradients of a step."""
+    sizes = [shape.size.numel() * shape.dtype.itemsize for shape in step.trained]
+    return sum(sizes)
 
 
 def _largest_unit(step: Step) -> Sizes:

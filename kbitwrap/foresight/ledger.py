@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 WEIGHTS = "weights"
@@ -52,8 +52,6 @@ class Position(NamedTuple):
 
 Sizes = Counter[str]
 """Bytes by kind."""
-Times = Mapping[tuple[Position, Position], int]
-"""The blocks that a storage stands for when a run frees it, by the run's mark and the storage's origin."""
 
 
 @dataclass(eq=False, frozen=True)
@@ -82,8 +80,7 @@ def in_bytes(storage: Storage) -> int:
     return storage.num_bytes
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The effect on memory of what happens between two marks.
 
     Attributes:
@@ -97,8 +94,7 @@ class Run:
     at_peak: Sizes
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The events between two marks.
 
     Attributes:
@@ -107,32 +103,7 @@ class Span:
     """
 
     mark: Position
-    events: list[tuple[Storage, bool]] = field(default_factory=list)
-
-    def run(self, measure: Measure, times: Times) -> Run:
-        """Return the effect on memory of all that happens."""
-        net = Sizes()
-        at_peak = Sizes()
-        level = peak = 0
-        is_rising = False
-        for storage, is_made in self.events:
-            size = measure(storage)
-            if is_made:
-                level += size
-                net[storage.kind] += size
-                if level > peak:
-                    peak = level
-                    is_rising = True
-            else:
-                if is_rising:
-                    at_peak = net.copy()
-                    is_rising = False
-                size *= times.get((self.mark, storage.origin), 1)
-                level -= size
-                net[storage.kind] -= size
-        if is_rising:
-            at_peak = net.copy()
-        return Run(self.mark, net, at_peak)
+    events: list[tuple[Storage, bool]]
 
 
 class Ledger:
@@ -149,7 +120,7 @@ class Ledger:
         self.rounding = rounding
         self.holders: dict[Storage, Any] = {}
         self.spans: list[Span] = []
-        self._last = Span(Position(""))
+        self._last = Span(Position(""), [])
 
     def hold(self, storage: Storage, part: Hashable) -> None:
         """Write down that a part of the model holds a storage before the step."""
@@ -179,7 +150,7 @@ class Ledger:
         """Begin a span, unless it continues the last one."""
         mark = Position(phase, part, turn)
         if self._last.mark != mark:
-            self._last = Span(mark)
+            self._last = Span(mark, [])
             self.spans.append(self._last)
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
@@ -190,19 +161,37 @@ class Ledger:
         return total
 
     def runs(
-        self, measure: Measure = in_bytes, times: Times | None = None
+        self,
+        measure: Measure = in_bytes,
+        times: Mapping[tuple[Position, Position], int] | None = None,
     ) -> list[Run]:
         """Return the runs of the step, in order.
 
         Args:
             measure: What is added up.
-            times: How often what one run made is freed by another, for (the other, the
-                one); once where it does not say.
+            times: How many storages one stands for when it is freed, by the mark of the
+                run that frees it and its origin; one where it does not say.
 
         Returns:
             The runs.
         """
-        return [span.run(measure, times or {}) for span in self.spans]
+        times = times or {}
+        runs = []
+        for mark, events in self.spans:
+            net = Sizes()
+            at_peak = Sizes()
+            level = peak = 0
+            for storage, is_made in events:
+                size = measure(storage)
+                if not is_made:
+                    size *= -times.get((mark, storage.origin), 1)
+                level += size
+                net[storage.kind] += size
+                if level > peak:
+                    peak = level
+                    at_peak = net.copy()
+            runs.append(Run(mark, net, at_peak))
+        return runs
 
 
 Levels = dict[str, dict[str, int]]
@@ -220,17 +209,17 @@ def highest_levels(held: Sizes, runs: Sequence[Run]) -> Levels:
         The highest level of each phase.
     """
     level = held.copy()
-    highest: dict[str, Sizes] = {}
+    levels: Levels = {}
     for run in runs:
-        phase = run.mark.phase
-        reached = level.copy()
-        reached.update(run.at_peak)
-        if phase not in highest or reached.total() > highest[phase].total():
-            highest[phase] = reached
+        reached = {}
+        for kind in KINDS:
+            size = level[kind] + run.at_peak[kind]
+            if size:
+                reached[kind] = size
+        highest = levels.setdefault(run.mark.phase, reached)
+        if sum(reached.values()) > sum(highest.values()):
+            levels[run.mark.phase] = reached
         level.update(run.net)
-    levels = {}
-    for phase, reached in highest.items():
-        levels[phase] = {kind: reached[kind] for kind in KINDS if reached[kind]}
     return levels
 
 

@@ -188,7 +188,7 @@ class StepPredictor:
         if kernels not in ("cuda", "cpu"):
             raise ConfigError(f"kernels: expected 'cuda' or 'cpu', found {kernels!r}")
         self._on_cuda = kernels == "cuda"
-        self._devices = Devices(engine, num_devices, self._on_cuda)
+        self._devices = Devices(engine, num_devices)
         self.precision = str(precision)
         if precision not in (PEFT, UNPREPARED):
             config = PrepareConfig.of(None, {"precision": precision})

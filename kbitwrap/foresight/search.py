@@ -177,7 +177,13 @@ class Growth:
             if asked != int(asked) or asked < 0:
                 raise UnknownGrowthError(f"{asked} bytes at {size}")
             counted[values] = rounded_up(int(asked), rounding)
-        levels = self._trace.levels(lambda storage: counted[self._values[storage]])
+
+        def measure(storage: Storage) -> int:
+            if storage not in self._values:  # of the optimizer's state
+                return storage.num_bytes
+            return counted[self._values[storage]]
+
+        levels = self._trace.levels(measure)
         return max(sum(level.values()) for level in levels.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class Trace(NamedTuple):
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
         """Return what the whole model and its optimizer hold before the step, by kind."""
-        total = self.state.held()
+        total = self.state.held(measure)
         for sizes in self.held_by_each(measure):
             total.update(sizes)
         return total
@@ -105,12 +106,8 @@ class Trace(NamedTuple):
 
     def step(self) -> Step:
         """Return the step of the whole model; raises as `levels` does."""
-        held = Sizes()
-        for sizes in self.held_by_each(_in_large_blocks):
-            held.update(sizes)
-        held += self.state.held(_in_large_blocks)
         runs = self.blocks.whole_step(self.ledger, _in_large_blocks)
-        counted = highest_levels(held, runs)
+        counted = highest_levels(self.held(_in_large_blocks), runs)
         root, *units = self.held_by_each()
         return Step(
             held=self.held(),
@@ -181,19 +178,16 @@ class StepRecorder(contextlib.ExitStack):
         found: dict[Any, dict[Part | None, list[Shape]]] = {}
         for module in self._model.modules():
             part = owners.get(id(module))
+            place = module if part is None else part.stack
+            shapes = found.setdefault(place, {}).setdefault(part, [])
             for parameter in module._parameters.values():
                 if parameter is None or parameter.grad is None:
                     continue
                 parameter.grad = None
-                place = parameter if part is None else part.stack
-                shapes = found.setdefault(place, {}).setdefault(part, [])
                 group = 0 if groups is None else groups[id(parameter)]
                 shapes.append(Shape(parameter.shape, parameter.dtype, group))
-        whole: list[Shape] = []
         for by_part in found.values():
-            for shapes in self._blocks.whole(by_part):
-                whole += shapes
-        self.trained = tuple(whole)
+            self.trained += tuple(chain.from_iterable(self._blocks.whole(by_part)))
 
 
 class ModelStep:
