@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -82,12 +83,9 @@ class Watch(TorchDispatchMode):
             part: The part of the model that holds it, if one does.
         """
         for plain in parts_of(tensor):
-            if self._counts(plain):
+            if self._device in (None, plain.device.type):
                 storage = self._known(plain) or self._add(plain, kind)
                 self.ledger.hold(storage, part)
-
-    def _counts(self, tensor: Tensor) -> bool:
-        return self._device in (None, tensor.device.type)
 
     def _known(self, tensor: Tensor) -> Storage | None:
         found = self._live.get(tensor.untyped_storage()._cdata)
@@ -127,16 +125,12 @@ class Watch(TorchDispatchMode):
         if phase != self.phase or not self.ledger.spans:
             self.enter(phase)
 
-    def leave_optimizer(self) -> None:
-        """End an optimizer's step; the next phase begins with what is made in it."""
-        self.phase = _BETWEEN
-
     def enter(self, phase: str, part: Hashable = None) -> None:
         """Begin a phase, or a part of the model in it."""
         self.phase = phase
         self.ledger.mark(phase, part, self._turn)
 
-    def enter_part(self, part: Hashable, *, is_first: bool) -> None:
+    def enter_part(self, part: Hashable, is_first: bool, *_: Any) -> None:
         """Begin a part of the model, in the phase that the step is in.
 
         Args:
@@ -164,11 +158,6 @@ class Watch(TorchDispatchMode):
             return ACTIVATIONS
         return GRADIENTS
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return whether torch is to guard each operation from its compiler: nothing is compiled here."""
-        return False
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -177,28 +166,26 @@ class Watch(TorchDispatchMode):
             return args[0].device
         if any(map(_has_own_operations, types)):
             return NotImplemented
+        kwargs = kwargs or {}
+        name = func.name()
         # modes of functions have had their say
         with torch._C.DisableTorchFunction():
-            return self._counted(func, args, kwargs or {})
-
-    def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation that is made of no others, and count what it makes."""
-        self.follow_phase()
-        name = func.name()
-        if name in DECOMPOSED:
-            with self:
-                return DECOMPOSED[name]()(*args, **kwargs)
-        output = func(*args, **kwargs)
-        for tensor in tensors_in(output):
-            if self._counts(tensor) and self._known(tensor) is None:
-                self.follow_phase(is_made=True)
-                self._add(tensor, self._kind((args, kwargs), tensor))
-        if name in self._scratch:
-            sizes = self._scratch[name](*args, **kwargs)
-            made = [self.ledger.made(n, ACTIVATIONS) for n in sizes]
-            for storage in made:
-                self.ledger.freed(storage)
-        return output
+            self.follow_phase()
+            if name in DECOMPOSED:
+                with self:
+                    return DECOMPOSED[name]()(*args, **kwargs)
+            output = func(*args, **kwargs)
+            for tensor in tensors_in(output):
+                is_counted = self._device in (None, tensor.device.type)
+                if is_counted and self._known(tensor) is None:
+                    self.follow_phase(is_made=True)
+                    self._add(tensor, self._kind((args, kwargs), tensor))
+            if name in self._scratch:
+                sizes = self._scratch[name](*args, **kwargs)
+                made = [self.ledger.made(size, ACTIVATIONS) for size in sizes]
+                for storage in made:
+                    self.ledger.freed(storage)
+            return output
 
 
 @functools.cache
@@ -325,26 +312,25 @@ class StepTracker(Peaks):
         for tensor, kind, _ in held_tensors(tree):
             watch.hold(tensor, kind)
         optimizer = self._optimizer
+        self._hooks = []
         if optimizer is not None:
             for tensor in optimizer_tensors(optimizer, on_cuda):
                 watch.hold(tensor, OPTIMIZER)
-        inputs = self._inputs
-        for tensor in tensors_in(
-            dict(inputs) if isinstance(inputs, Mapping) else inputs
-        ):
+
+            def begin(*_: Any) -> None:
+                watch.enter(OPTIMIZER_STEP)
+
+            def end(*_: Any) -> None:
+                watch.phase = _BETWEEN
+
+            self._hooks.append(optimizer.register_step_pre_hook(begin))
+            self._hooks.append(optimizer.register_step_post_hook(end))
+        for tensor in tensors_in(self._inputs):
             watch.hold(tensor, INPUTS)
         self.static_bytes = watch.ledger.held().total()
         preparation = Preparation.find(tree)
         if preparation is not None:
             self.sample_bytes = preparation.plan.sample_bytes
-        self._hooks = []
-        if optimizer is not None:
-            self._hooks = [
-                optimizer.register_step_pre_hook(
-                    lambda *_: watch.enter(OPTIMIZER_STEP)
-                ),
-                optimizer.register_step_post_hook(lambda *_: watch.leave_optimizer()),
-            ]
         watch.follow_phase()
         self._watch = watch
         watch.__enter__()  # type: ignore[no-untyped-call]
@@ -371,14 +357,9 @@ class StepTracker(Peaks):
 
 def vocabulary_size(model: nn.Module) -> int:
     """Return the width of a model's logits, if it says where they are made; else 0."""
-    find: Any = getattr(model, "get_output_embeddings", None)
-    if find is None:
-        return 0
-    try:
-        head = find()
-    except (AttributeError, NotImplementedError):
-        return 0
-    weight = getattr(head, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        return 0
-    return int(weight.shape[0])
+    weight: Any = None
+    source: Any = model
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        weight = source.get_output_embeddings().weight
+    is_matrix = isinstance(weight, Tensor) and weight.ndim == 2
+    return weight.shape[0] if is_matrix else 0
