@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,11 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -27,18 +22,14 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor, written_arguments
-from .quantization import (
-    quantize_fakes,
-    replace_tensors,
-    warm_tables,
-    weight_statistics,
-)
+from .quantization import fake_weight, replace_tensors
 
 OPERATION = "_kbitwrap_operation"
 """The attribute of an exception that names the operation which raised it."""
 
 _aten = torch.ops.aten
 _LARGE = 1 << 24  # bytes of a tensor whose values are not worth computing
+_FINITE = "the model asks whether its activations are finite; they are taken to be"
 
 
 def _grouped_product(
@@ -194,18 +185,23 @@ def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
         )
 
 
-def _is_finite(name: str, args: Any) -> bool | None:
-    """Answer a question whether values are finite: all of them are.
+_DRAWN = "_kbitwrap_drawn"  # the attribute of a tensor of numbers drawn from [0, 1)
+
+
+def _assumed_answer(name: str, args: Any) -> bool | None:
+    """Answer a question for all values: whether they are finite, or whether drawn numbers are below a rate of 0.
 
     Args:
         name: The name of an operation.
         args: Its arguments.
 
     Returns:
-        The answer for all values; ``None`` where the operation is no part of such a
-        question.
+        The answer; ``None`` where the operation is no part of such a question.
     """
     if name in ("aten::isnan", "aten::isinf"):
+        return False
+    # layers are dropped at a rate
+    if name == "aten::lt.Scalar" and hasattr(args[0], _DRAWN) and args[1] <= 0:
         return False
     is_equal = name.startswith("aten::eq.")
     if not is_equal and not name.startswith("aten::ne."):
@@ -216,15 +212,6 @@ def _is_finite(name: str, args: Any) -> bool | None:
     if name.endswith(".Scalar") and math.isinf(args[1]):
         return not is_equal
     return None
-
-
-_DRAWN = "_kbitwrap_drawn"  # the attribute of a tensor of numbers drawn from [0, 1)
-
-
-def _is_dropped(name: str, args: Any) -> bool | None:
-    """Answer whether drawn numbers are below a rate, as layers are dropped: none is below 0; ``None`` of all else."""
-    is_of_draw = name == "aten::lt.Scalar" and hasattr(args[0], _DRAWN)
-    return False if is_of_draw and args[1] <= 0 else None
 
 
 class KnownValues(TorchDispatchMode):
@@ -239,25 +226,16 @@ class KnownValues(TorchDispatchMode):
 
     Attributes:
         has_assumed: Whether values were taken to be finite.
-        has_given: Whether a float was read that is not known.
     """
 
     def __init__(self, *, gives_figures: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._unknown: dict[int, weakref.ref[Any]] = {}
+        self._unknown: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._gives_figures = gives_figures
         self.has_assumed = False
-        self.has_given = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return whether torch is to guard each operation from its compiler: nothing is compiled here."""
-        return False
 
     def _is_known(self, tensor: Tensor) -> bool:
-        if not _is_real(tensor):
-            return False
-        return tensor.untyped_storage()._cdata not in self._unknown
+        return _is_real(tensor) and tensor.untyped_storage() not in self._unknown
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -284,15 +262,12 @@ class KnownValues(TorchDispatchMode):
             return _SHAPES[name](*args, **kwargs)
         is_read = self._gives_figures and name == "aten::_local_scalar_dense"
         if is_read and args[0].is_floating_point():
-            self.has_given = True
             return 1.0
         if name == "aten::index.Tensor":
             args = args[0], self._positions(args[1])
-        answer = _is_dropped(name, args)
-        if answer is None:
-            answer = _is_finite(name, args)
-            self.has_assumed |= answer is not None
+        answer = _assumed_answer(name, args)
         if answer is not None:
+            self.has_assumed |= name != "aten::lt.Scalar"
             with _disable_current_modes():
                 return torch.full(args[0].shape, answer)
         computed = func(*args, **kwargs)
@@ -339,15 +314,8 @@ class KnownValues(TorchDispatchMode):
 
     def forget(self, tensor: Tensor) -> None:
         """Note that the values of a real tensor are not known, for as long as its memory lives."""
-        if not self._is_known(tensor):
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-
-        def freed(_: Any) -> None:
-            self._unknown.pop(key, None)
-
-        self._unknown[key] = weakref.ref(storage, freed)
+        if _is_real(tensor):
+            self._unknown.add(tensor.untyped_storage())
 
 
 def forget(tensors: Iterable[Tensor]) -> None:
@@ -407,7 +375,6 @@ class FakeModel:
         self.was_run = False
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._memory: Memory = {}
-        warm_tables()
         for module in model.modules():
             self._replace(module)
 
@@ -425,34 +392,16 @@ class FakeModel:
             Nothing.
         """
         known = KnownValues(gives_figures=gives_figures)
-        try:
-            with self._not_tracing(), self.mode, known:
-                yield
-        finally:
-            notes = []
-            if known.has_assumed and gives_figures:
-                notes.append(
-                    "the loss and what the model asks of are taken to be finite"
-                )
-            elif known.has_assumed:
-                notes.append(
-                    "the model asks whether its activations are finite; they are taken to be"
-                )
-            if known.has_given:
-                notes.append("metrics that the trainer reads are taken to be 1")
-            self.notes = tuple(notes)
 
-    def _not_tracing(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep transformers from taking the fake tensors for those of a compiler, for which its masks are others."""
-        utils: Any = sys.modules.get("transformers.utils.import_utils")
-        is_fake = getattr(utils, "is_fake_tensor", None)
-        if is_fake is None:
-            return contextlib.nullcontext()
+        def is_of_compiler(value: Any) -> bool:
+            return (
+                False  # for a compiler's fake tensors, transformers makes other masks
+            )
 
-        def is_of_a_compiler(value: Any) -> bool:
-            return is_fake(value) and value.fake_mode is not self.mode
-
-        return mock.patch.object(utils, "is_fake_tensor", is_of_a_compiler)
+        name = "transformers.utils.import_utils.is_fake_tensor"
+        with mock.patch(name, is_of_compiler), self.mode, known:
+            yield
+        self.notes = (_FINITE,) if known.has_assumed else ()
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return the fake tensor that stands for another, with its shape, strides and dtype.
@@ -471,19 +420,19 @@ class FakeModel:
             return tensor
         if id(tensor) in self._made:
             return self._made[id(tensor)][1]
+        if isinstance(tensor, UpcastTensor):
+            # a stand-in for the fake parameter, in place of one for the parameter
+            assert tensor.owner is not None
+            module, name = tensor.owner
+            stored = self.fake(module._parameters[name])  # type: ignore[arg-type]
+            return UpcastTensor(stored, tensor.owner, tensor._chunk_bytes)
         if is_composed(type(tensor)):
             raise UnsupportedModelError(
                 f"expected plain tensors and weights of bitsandbytes, found a {type(tensor).__name__}, whose "
                 "operations cannot be followed without values"
             )
-        if tensor.is_meta:
-            # in the same memory, which has no bytes
-            with in_kernel_invocation_manager(self.mode):
-                plain = tensor.detach().as_subclass(Tensor)
-            made: Tensor = FakeTensor(self.mode, plain, torch.device("cpu"))
-        else:
-            with self.mode:
-                made = in_memory_of(tensor, self._memory, "cpu")
+        with self.mode:
+            made = in_memory_of(tensor, self._memory, "cpu")
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         self._made[id(tensor)] = tensor, made
@@ -491,32 +440,11 @@ class FakeModel:
 
     def _replace(self, module: nn.Module) -> None:
         """Put fake tensors in the place of all that a module holds; quantized weights bring their statistics along."""
-        parameters: dict[str, Any] = module._parameters
-        for name, parameter in parameters.items():
-            if parameter is None:
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in self._made:
                 continue
-            if is_quantized_parameter(parameter) and id(parameter) not in self._made:
-                with self.mode:
-                    statistics = weight_statistics(parameter, "cpu")
-                made = quantize_fakes(module, parameter, statistics, self.fake)
+            if is_quantized_parameter(parameter):
+                made = fake_weight(module, parameter, self.fake)
                 if made is not None:
                     self._made[id(parameter)] = parameter, made
-            parameters[name] = self.fake(parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = self.fake(buffer)
-        fields = vars(module)
-        for name, value in fields.items():
-            if isinstance(value, UpcastTensor):
-                # a stand-in for the fake parameter, in place of one for the parameter
-                assert value.owner is not None
-                holder, own_name = value.owner
-                stored: Any = self.fake(holder._parameters[own_name])  # type: ignore[arg-type]
-                fields[name] = UpcastTensor(stored, value.owner, value._chunk_bytes)
-            elif isinstance(value, Tensor):
-                fields[name] = self.fake(value)
-            elif isinstance(value, (dict, list)) and name not in _OF_MODULES:
-                replace_tensors(value, self.fake)
-
-
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
+        replace_tensors(vars(module), self.fake)

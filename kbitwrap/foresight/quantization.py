@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..model.bitsandbytes_layers import state_owners
-from ..model.quantization import is_quantized_parameter, quantized_stacks
+from ..model.quantization import quantized_stacks
 
 
 def _parts_of_product() -> Callable[..., Tensor]:
@@ -78,69 +78,62 @@ def statistics_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that hold the quantization state of a layer, beside its weight."""
     holders: list[Any] = [state for _, state in quantized_stacks(module).values()]
     for parameter in module._parameters.values():
-        if parameter is None:
-            continue
-        if not (is_quantized_parameter(parameter) or vars(parameter)):
-            continue
-        owners = state_owners(module, parameter)
-        holders += [owner.fields() for owner in owners]
+        if parameter is not None:
+            owners = state_owners(module, parameter)
+            holders += [owner.fields() for owner in owners]
     for holder in filter(_is_holder, holders):
         for _, _, tensor in _places(holder):
             yield tensor
 
 
-def weight_statistics(parameter: Any, device: str) -> Any:
-    """Return the statistics of a weight: those that it has, or new ones if it was built from a config.
-
-    Args:
-        parameter: The weight.
-        device: The device that new ones are to be on.
-    """
-    if not is_built(parameter):
+def add_statistics(model: nn.Module) -> None:
+    """Give the weights that were built from a config statistics, of which PEFT computes the norms of DoRA."""
+    warm_tables()
+    parameters: list[Any] = list(filter(is_built, model.parameters()))
+    for parameter in parameters:
         name = "SCB" if _is_int8(parameter) else "quant_state"
-        return getattr(parameter, name, None)  # other libraries' weights have none
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    whole = parameter.unpacked
-    dtype = torch.float16 if _is_int8(parameter) else whole.dtype
-    weight = torch.empty(whole.shape, dtype=dtype, device=device)
-    if _is_int8(parameter):
-        return functional.int8_vectorwise_quant(weight)[1]
-    return _in_four_bits(parameter, weight)[1]
+        weight = torch.empty_like(parameter.unpacked, device="meta")
+        setattr(parameter, name, quantize_weight(parameter, weight)[1])
 
 
-def quantize_fakes(
-    module: nn.Module,
-    parameter: Any,
-    statistics: Any,
-    fake: Callable[[Any], Any],
-) -> Any:
+_CLASSES = {
+    name: type(name, (FakeTensor,), {}) for name in ("Int8Params", "Params4bit")
+}
+"""Classes of fake weights, by whose names PEFT finds out how to compute the values."""
+
+
+def fake_weight(
+    module: nn.Module, parameter: Any, fake: Callable[[Any], Any]
+) -> nn.Parameter | None:
     """Return a stand-in for a bitsandbytes weight: a plain parameter of its storage, with its statistics.
 
     Args:
         module: The layer.
-        parameter: Its weight.
-        statistics: The weight's statistics, or new ones.
+        parameter: Its weight, with its statistics.
         fake: Makes a fake tensor on the CPU of any other.
 
     Returns:
         The parameter; ``None`` for a weight that is not bitsandbytes'.
     """
-    if _is_int8(parameter):
-        data = fake(parameter.data)
-        result: Any = _of_name("Int8Params", data)
-        result.CB = result.SCB = None
-        if statistics is not None:
-            result.CB, result.SCB = data, fake(statistics)
-        replace_tensors(vars(module)["state"], fake)
-        return result
-    if statistics is None:
+    is_int8 = _is_int8(parameter)
+    statistics = getattr(parameter, "quant_state", None)
+    if not is_int8 and statistics is None:
         return None
-    replace_tensors(statistics, fake)
-    result = _of_name("Params4bit", fake(parameter.data))
-    result.quant_state = statistics
-    result.bnb_quantized = True
-    module.quant_state = statistics
-    return result
+    data = fake(parameter.data)
+    result: Any = nn.Parameter(data, requires_grad=False)
+    if is_int8:
+        result.__class__ = _CLASSES["Int8Params"]
+        result.CB = result.SCB = None
+        if parameter.SCB is not None:
+            result.CB, result.SCB = data, fake(parameter.SCB)
+        replace_tensors(vars(module)["state"], fake)
+    else:
+        result.__class__ = _CLASSES["Params4bit"]
+        replace_tensors(statistics, fake)
+        result.quant_state = statistics
+        result.bnb_quantized = True
+        module.quant_state = statistics  # type: ignore[assignment]
+    return result  # type: ignore[no-any-return]
 
 
 def _is_int8(parameter: Any) -> bool:
@@ -164,18 +157,6 @@ def is_followed(quantizer: Any) -> bool:
     return method_of(quantizer).startswith("bitsandbytes")
 
 
-def _in_four_bits(parameter: Any, weight: Tensor) -> Any:
-    """Return the storage and the statistics of a weight that is quantized as a parameter says."""
-    functional: Any = sys.modules["bitsandbytes.functional"]
-    return functional.quantize_4bit(
-        weight,
-        blocksize=parameter.blocksize,
-        compress_statistics=parameter.compress_statistics,
-        quant_type=parameter.quant_type,
-        quant_storage=parameter.quant_storage,
-    )
-
-
 def quantize_weight(parameter: Any, weight: Tensor) -> Any:
     """Quantize a weight as loading does on CUDA: 8 bits are made of a float16 copy that comes from the host.
 
@@ -186,41 +167,20 @@ def quantize_weight(parameter: Any, weight: Tensor) -> Any:
         weight: The weight, without values.
 
     Returns:
-        What is kept.
+        What is kept: the codes, and the statistics.
     """
-    if not _is_int8(parameter):
-        return _in_four_bits(parameter, weight.contiguous())
-    half = torch.empty_like(weight, dtype=torch.float16)
-    codes = torch.empty_like(half, dtype=torch.int8)
-    scales = torch.empty(weight.shape[0], dtype=torch.float32)
-    return codes, scales
-
-
-@contextlib.contextmanager
-def with_statistics(model: nn.Module) -> Iterator[None]:
-    """For a while, weights that were built from a config have statistics, of which PEFT computes the norms of DoRA."""
-    warm_tables()
-    built: list[Any] = list(filter(is_built, model.parameters()))
-    for parameter in built:
-        name = "SCB" if _is_int8(parameter) else "quant_state"
-        setattr(parameter, name, weight_statistics(parameter, "meta"))
-    try:
-        yield
-    finally:
-        for parameter in built:
-            parameter.SCB = parameter.quant_state = None
-
-
-def _of_name(name: str, data: Tensor) -> nn.Parameter:
-    """Return a parameter of fake data under the name of a class, by which PEFT finds out how to compute the values."""
-    parameter = nn.Parameter(data, requires_grad=False)
-    parameter.__class__ = _named_class(name)
-    return parameter
-
-
-@functools.cache
-def _named_class(name: str) -> type:
-    return type(name, (FakeTensor,), {})
+    if _is_int8(parameter):
+        half = torch.empty_like(weight, dtype=torch.float16)
+        codes = torch.empty_like(half, dtype=torch.int8)
+        return codes, half.new_empty(weight.shape[0], dtype=torch.float32)
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    return functional.quantize_4bit(
+        weight.contiguous(),
+        blocksize=parameter.blocksize,
+        compress_statistics=parameter.compress_statistics,
+        quant_type=parameter.quant_type,
+        quant_storage=parameter.quant_storage,
+    )
 
 
 def int8_quantization_bytes(value: Tensor, *_: Any, **__: Any) -> list[int]:
@@ -273,8 +233,7 @@ def unlogged() -> Iterator[None]:
             "torch._subclasses.fake_tensor",
         ):
             logger = logging.getLogger(name)
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL)
+            stack.enter_context(mock.patch.object(logger, "disabled", True))
         yield
 
 

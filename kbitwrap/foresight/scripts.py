@@ -16,7 +16,7 @@ from ..model.pretrained import read_config
 from .flash import built_model
 from .imports import when_imported
 from .loading import LOADING, loading_bytes
-from .quantization import with_statistics
+from .quantization import add_statistics
 from .simulated import as_on_cpu
 
 _PREPARED = "kbitwrap_prepared_with"
@@ -160,7 +160,8 @@ def _adapting(model: nn.Module) -> Iterator[None]:
     if not _has_no_values(model):
         yield
         return
-    with with_statistics(model), torch.device("meta"), as_on_cpu():
+    add_statistics(model)
+    with torch.device("meta"), as_on_cpu():
         yield
 
 

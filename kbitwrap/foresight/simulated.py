@@ -27,7 +27,7 @@ from .blocks import Blocks
 from .fakes import FakeModel, Memory, in_memory_of
 from .flash import built_model
 from .loading import LOADING, loading_bytes, refuse_hqq_files
-from .quantization import follow_cuda, with_statistics
+from .quantization import add_statistics, follow_cuda
 
 PEFT = "peft"
 """The precision that stands for PEFT's own preparation."""
@@ -242,7 +242,8 @@ class SimulatedModel:
         is_early = cuts_first and not is_exact and numbers_no_block(adapters)
         if is_early:
             self.blocks = Blocks(base, is_exact=False)
-        with with_statistics(base), torch.device("meta"), as_on_cpu():
+        add_statistics(base)
+        with torch.device("meta"), as_on_cpu():
             model = adapt(base, adapters)
         if self._preparation is not None:
             self._preparation.adopt(model)
