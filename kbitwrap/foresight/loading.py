@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import UnsupportedModelError
@@ -64,20 +64,22 @@ def loading_bytes(model: Any) -> int | None:
     if is_dequantized or not (quantizer is None or is_followed(quantizer)):
         return None
     quantizes = quantizer is not None and not quantizer.pre_quantized
+    warm_tables()
     rises = []
     known: dict[Hashable, _Rise] = {}
-    warm_tables()
-    for loaded in _in_order(model, _names_in_files(model)):
-        if loaded.key not in known:
-            rise = _rise(loaded)
-            known[loaded.key] = rise if quantizes else _read_ahead(loaded, rise)
-        rises.append(known[loaded.key])
+    for loaded in _in_order(model):
+        parameter = loaded.parameter
+        whole = parameter.unpacked if is_built(parameter) else parameter
+        turned = loaded.is_merged, loaded.is_transposed
+        key = type(parameter), whole.shape, whole.dtype, turned
+        if key not in known:
+            known[key] = _rise(loaded, quantizes)
+        rises.append(known[key])
     level = highest = sum(rise.ahead for rise in rises)
     for rise in rises:
         highest = max(highest, level + rise.highest)
         level += rise.kept
-    for buffer in model.buffers():
-        level += _size(buffer)
+    level += sum(map(_size, model.buffers()))
     return max(highest, level)
 
 
@@ -143,57 +145,33 @@ class _Loaded(NamedTuple):
     is_merged: bool
     is_transposed: bool
 
-    @property
-    def key(self) -> Hashable:
-        """Parameters with the same key take the same."""
-        whole = self.parameter
-        if is_built(whole):
-            whole = whole.unpacked
-        cls = type(self.parameter)
-        return cls, whole.shape, whole.dtype, self.is_merged, self.is_transposed
 
-
-class _Names(NamedTuple):
-    """The names that files have for parameters, where they differ from the model's.
-
-    Attributes:
-        merged: By pattern of a parameter that is merged of several, that of the first.
-        renamed: By part of a name, what files have in its place.
-    """
-
-    merged: dict[str, str]
-    renamed: dict[str, str]
-
-
-def _names_in_files(model: Any) -> _Names:
-    """Read how transformers converts the files of a model."""
+def _in_order(model: Any) -> list[_Loaded]:
+    """Return the parameters, each once, in the order in which files name them, as transformers converts the names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    names = _Names({}, {})
+    merged: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for conversion in get_model_conversion_mapping(model):
         first = conversion.source_patterns[0].lstrip("^").replace("\\.", ".")
         for pattern in conversion.target_patterns:
             if isinstance(conversion, WeightConverter):
-                names.merged[pattern] = first.replace("*", "0")
+                merged[pattern] = first.replace("*", "0")
             elif _PLAIN.match(pattern) and _PLAIN.match(first):
-                names.renamed[pattern] = first
-    return names
-
-
-def _in_order(model: nn.Module, names: _Names) -> list[_Loaded]:
-    """Return the parameters, each once, in the order in which files name them."""
+                renamed[pattern] = first
     found = []
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         replaced = getattr(owner, "source_cls", None)
         is_transposed = getattr(replaced, "__name__", "") == "Conv1D"
-        merged = [pattern for pattern in names.merged if re.search(pattern, name)]
-        for pattern in merged:
-            name = re.sub(pattern, names.merged[pattern], name)
-        for part, of_files in names.renamed.items():
+        is_merged = False
+        for pattern, of_first in merged.items():
+            name, num_found = re.subn(pattern, of_first, name)
+            is_merged = is_merged or num_found > 0
+        for part, of_files in renamed.items():
             name = name.replace(part, of_files)
-        found.append(_Loaded(name, parameter, bool(merged), is_transposed))
+        found.append(_Loaded(name, parameter, is_merged, is_transposed))
     return sorted(found, key=lambda loaded: _natural(loaded.name))
 
 
@@ -209,21 +187,19 @@ def _size(tensor: Tensor) -> int:
     return rounded_up(tensor.nbytes, ALLOCATION_BYTES)
 
 
-def _rise(loaded: _Loaded) -> _Rise:
-    """Return the bytes of a parameter that is loaded, and quantized, in its turn."""
-    if is_built(loaded.parameter):
-        return _quantized(loaded)
-    size = _size(loaded.parameter)
-    return _Rise(0, 2 * size if loaded.is_merged else size, size)
-
-
-def _read_ahead(loaded: _Loaded, rise: _Rise) -> _Rise:
-    """Return the bytes of a parameter whose tensors in files are on the device before its turn."""
-    if not is_built(loaded.parameter):
-        return _Rise(rise.kept, rise.highest - rise.kept, 0)
+def _rise(loaded: _Loaded, quantizes: bool) -> _Rise:
+    """Return the bytes of a parameter that is loaded, in its turn or, where nothing is quantized, before it."""
+    parameter = loaded.parameter
+    if not is_built(parameter):
+        size = _size(parameter)
+        parts = size if loaded.is_merged else 0
+        return _Rise(0, size + parts, size) if quantizes else _Rise(size, parts, 0)
+    rise = _quantized(loaded)
+    if quantizes:
+        return rise
     # of a few bytes: what says how it was quantized, and the offset of double quantization that is read from it
     settings = ALLOCATION_BYTES
-    is_double = getattr(loaded.parameter, "compress_statistics", False)
+    is_double = getattr(parameter, "compress_statistics", False)
     offset = ALLOCATION_BYTES if is_double else 0
     return _Rise(rise.kept - offset + settings, offset, offset - settings)
 
