@@ -135,15 +135,11 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Tensor:
 
     bfloat16 is copied to float32 first, as on a CPU.
     """
-    names = ["input", "dim", "dtype"]
-    if func in (F.softmax, F.log_softmax):
-        names.insert(2, "_stacklevel")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    value = given.get("input")
-    is_half = value is not None and value.dtype == torch.float16
-    is_wider = given.get("dtype") == torch.float32
-    if is_half and is_wider and given.get("dim") is not None:
-        return _SOFTMAX[func](value, given["dim"], True)  # type: ignore[no-any-return]
+    given = {**dict(zip(("input", "dim"), args, strict=False)), **kwargs}
+    value, dim = given["input"], given.get("dim")
+    is_wider = torch.float32 in (*args[2:], given.get("dtype"))
+    if value.dtype == torch.float16 and is_wider and dim is not None:
+        return _SOFTMAX[func](value, dim, True)  # type: ignore[no-any-return]
     return func(*args, **kwargs)  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..model.pretrained import meta_model, read_config
 from .loading import refuse_replaced
@@ -59,22 +58,14 @@ def _attend(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention by rows of tokens, as transformers' own function calls the package; float32 inputs are cast before."""
+    """Attend by transformers' function for torch's kernels; float32 inputs are cast before, as for the package."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if query.dtype == torch.float32:
-        lower = (
-            module.config.dtype
-            if not torch.is_autocast_enabled("cpu")
-            else torch.get_autocast_dtype("cpu")
-        )
-        query, key, value = (tensor.to(lower) for tensor in (query, key, value))  # type: ignore[arg-type]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    attended = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        dropout_p=dropout,
-        is_causal=bool(causal),
-        scale=scaling,
-        enable_gqa=True,
+        lower: Any = module.config.dtype
+        if torch.is_autocast_enabled("cpu"):
+            lower = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(lower) for tensor in (query, key, value))
+    return sdpa_attention_forward(
+        module, query, key, value, None, dropout, scaling, is_causal
     )
-    return attended.transpose(1, 2), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,28 +14,6 @@ import torch
 from torch import Tensor
 
 from .fakes import forget
-
-FUSED_HEAD = "trl.kernels.chunked_logprob"
-"""The module of the fused head."""
-SAID = (
-    "TRL's fused head and loss are those of its Triton kernels, which write to tensors that "
-    "TRL's own code allocates"
-)
-
-
-class Launches:
-    """Stands for kernels: what they write is not known then.
-
-    Attributes:
-        has_any: Whether one was launched.
-    """
-
-    def __init__(self) -> None:
-        self.has_any = False
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        self.has_any = True
-        return _write
 
 
 def _write(tile: Tensor, *args: Any, **_: Any) -> None:
@@ -55,31 +34,33 @@ def _add_product(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def fused_heads_on_cuda() -> Iterator[Launches]:
+def fused_heads_on_cuda() -> Iterator[None]:
     """Let TRL's fused head compute as on CUDA.
 
     Its forward and backward are those of ``ChunkedLogProbFunction`` in
     trl/kernels/chunked_logprob.py; ``_addmm_fp32`` there is one operation on CUDA.
 
     Yields:
-        What tells whether a kernel was launched.
+        Nothing.
     """
-    launches = Launches()
-    module: Any = sys.modules.get(FUSED_HEAD)
+    module: Any = sys.modules.get("trl.kernels.chunked_logprob")
     if module is None:
-        yield launches
+        yield
         return
-    users: Any = sys.modules["trl.trainer.utils"]
+
+    def uses_triton(device: Any) -> bool:
+        return True
+
+    launches: Any = defaultdict(lambda: _write)  # by their grids
     replacements: dict[str, Any] = {
-        "_use_triton": lambda device: True,
+        "_use_triton": uses_triton,
         "_forward_kernel": launches,
         "_backward_kernel": launches,
         "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
+        "_addmm_fp32": _add_product(module._addmm_fp32),
     }
-    if module._MM_OUT_DTYPE:
-        replacements["_addmm_fp32"] = _add_product(module._addmm_fp32)
     with (
         mock.patch.multiple(module, create=True, **replacements),
-        mock.patch.object(users, "_use_triton", replacements["_use_triton"]),
+        mock.patch("trl.trainer.utils._use_triton", uses_triton),
     ):
-        yield launches
+        yield

@@ -19,7 +19,7 @@ from ..model.pretrained import classes_of, read_config
 from .batch import ordinary_token
 from .built import BuiltTrainer
 from .fakes import FakeModel, tensors_in
-from .kernels import SAID, fused_heads_on_cuda
+from .kernels import fused_heads_on_cuda
 from .optimizers import OptimizerSteps, Shapes
 from .rows import ROWS, completion_length, tokenizer_of
 from .trace import ModelStep, StepRecorder
@@ -286,12 +286,7 @@ class Rehearsal(ModelStep):
             trainer._buffered_inputs = None  # completions are made in each step
         trainer.recorder = recorder
         try:
-            if self._on_cuda:
-                with fused_heads_on_cuda() as launches:
-                    trainer.train()
-                if launches.has_any and SAID not in self.notes:
-                    self.notes = (*self.notes, SAID)
-            else:
+            with fused_heads_on_cuda() if self._on_cuda else contextlib.nullcontext():
                 trainer.train()
         finally:
             trainer.recorder = None
