@@ -14,7 +14,6 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,46 +52,40 @@ class Part(NamedTuple):
     number: int
 
 
-@dataclass
 class Stack:
     """The blocks that a model runs one after the other; some are left out.
 
-    Attributes:
+    Args:
         number: Which of the model's stacks it is.
-        blocks: The blocks that are left, in their order.
+        blocks: The blocks.
         config: The config of the module that holds them.
-        kinds: The kind of each block of the whole model. Those of one kind do the same.
+        kinds: The kind of each block. Those of one kind do the same.
+
+    Attributes:
+        blocks: The blocks that are left, in their order.
+        kinds: The kind of each block of the whole model.
         kept: The numbers in the whole model of the blocks that are left.
+        parts: For each block of the whole model, the one that stands for it: itself, or
+            the second of its kind.
+        twins: For each block that stands for others, the next of its kind, which must
+            do the same.
     """
 
-    number: int
-    blocks: nn.ModuleList
-    config: Any
-    kinds: list[int]
-    kept: list[int]
+    def __init__(
+        self, number: int, blocks: nn.ModuleList, config: Any, kinds: list[int]
+    ) -> None:
+        self._number = number
+        self.blocks = blocks
+        self._config = config
+        self.kinds = kinds
+        self.kept = list(range(len(kinds)))
+        self.parts = [Part(number, index) for index in self.kept]
+        self.twins: dict[Part, Part] = {}
 
     @property
     def is_cut(self) -> bool:
         """Whether blocks are left out."""
         return len(self.kept) < len(self.kinds)
-
-    def part(self, index: int) -> Part:
-        """Return the kept block that stands for one of the whole model: itself, or the second of its kind."""
-        if index not in self.kept:
-            index = self._kept_of(self.kinds[index])[1]
-        return Part(self.number, index)
-
-    def _kept_of(self, kind: int) -> list[int]:
-        return [index for index in self.kept if self.kinds[index] == kind]
-
-    def twins(self) -> dict[Part, Part]:
-        """Return each block that stands for others, with the next of its kind, which must do the same."""
-        found = {}
-        for kind in set(self.kinds):
-            kept = self._kept_of(kind)
-            if len(kept) < self.kinds.count(kind):
-                found[Part(self.number, kept[1])] = Part(self.number, kept[2])
-        return found
 
     def keep(self, num_inner: int) -> None:
         """Leave out blocks: number the others from 0, and make the config one of so many.
@@ -100,14 +93,17 @@ class Stack:
         Args:
             num_inner: How many between the first and the last of each kind are kept.
         """
-        wanted: list[int] = []
+        wanted = list(range(len(self.kinds)))
         for kind in set(self.kinds):
-            kept = self._kept_of(kind)
-            wanted += kept
-            for index in kept[num_inner + 1 : -1]:
-                wanted.remove(index)
-        wanted.sort()
-        places = [self.kept.index(index) for index in wanted]
+            of_kind = [number for number in wanted if self.kinds[number] == kind]
+            left_out = of_kind[num_inner + 1 : -1]
+            if left_out:
+                one, other = (Part(self._number, number) for number in of_kind[1:3])
+                self.twins[one] = other
+            for number in left_out:
+                wanted.remove(number)
+                self.parts[number] = one
+        places = [self.kept.index(number) for number in wanted]
         blocks = [self.blocks[place] for place in places]
         for number, block in enumerate(blocks):
             for module in block.modules():
@@ -117,7 +113,7 @@ class Stack:
                     if is_place and value == places[number]:
                         fields[name] = number
         # A module without a config has none, and a config may be a plain dict.
-        settings = getattr(self.config, "__dict__", {})
+        settings = getattr(self._config, "__dict__", {})
         num_blocks = len(self.blocks)
         for name, value in settings.items():
             if isinstance(value, (list, tuple)) and len(value) == num_blocks:
@@ -151,11 +147,10 @@ class Blocks:
             is_exact = True
         self.stacks = []
         for number, (blocks, config, holder) in enumerate(found):
-            indices = list(range(len(blocks)))
             kinds = _kinds(blocks)
             if _is_numbered(len(blocks), config, holder):
-                kinds = indices
-            self.stacks.append(Stack(number, blocks, config, kinds, indices))
+                kinds = list(range(len(blocks)))
+            self.stacks.append(Stack(number, blocks, config, kinds))
         self.is_tried = False
         if not is_exact:
             for stack in self.stacks:
@@ -195,8 +190,8 @@ class Blocks:
     def _parts(self) -> Iterator[tuple[nn.Module, Part]]:
         """Yield the kept blocks."""
         for stack in self.stacks:
-            for index, block in zip(stack.kept, stack.blocks, strict=True):
-                yield block, Part(stack.number, index)
+            for number, block in zip(stack.kept, stack.blocks, strict=True):
+                yield block, stack.parts[number]
 
     def owners(self) -> dict[int, Part]:
         """Return the block that each module in a block lies in, by the id of the module."""
@@ -218,7 +213,7 @@ class Blocks:
         """
         parts: list[Part | None] = [None]
         for stack in self.stacks:
-            parts += map(stack.part, range(len(stack.kinds)))
+            parts += stack.parts
         for part in parts:
             if part in by_part:
                 yield by_part[part]
@@ -242,8 +237,7 @@ class Blocks:
 
         with contextlib.ExitStack() as hooks:
             for block, part in self._parts():
-                is_first = part.number == self.stacks[part.stack].kept[0]
-                begin = partial(watch.enter_part, part, is_first)
+                begin = partial(watch.enter_part, part, part.number == 0)
                 before = block.register_forward_pre_hook(begin)
                 after = block.register_forward_hook(partial(follow, begin))
                 hooks.callback(before.remove)
@@ -264,9 +258,11 @@ class Blocks:
             NotRepeatedError: The blocks do not run one after the other, once each, or
                 something grows with their number that is in none.
         """
-        wanted = [stack.kept for stack in self.stacks]
+        wanted = []
         for stack in self.stacks:
+            before = stack.kept
             stack.keep(_INNER)
+            wanted.append([stack.parts[number] for number in before])
         ledger = run()
         told = [_effect(run) for run in self.whole_step(ledger, wanted=wanted)]
         if told != [_effect(run) for run in with_more.runs()]:
@@ -278,15 +274,15 @@ class Blocks:
         self,
         ledger: Ledger,
         measure: Measure = in_bytes,
-        wanted: list[list[int]] | None = None,
+        wanted: list[list[Part]] | None = None,
     ) -> list[Run]:
         """Tell the runs of the step of a model with other blocks than those that were run.
 
         Args:
             ledger: What was written down of the step with the kept blocks.
             measure: What is added up.
-            wanted: The blocks of each stack, by their numbers in the whole model; by
-                default all.
+            wanted: For each block of each stack, the kept one that stands for it; by
+                default for all blocks of the whole model.
 
         Returns:
             The runs, in order.
@@ -294,13 +290,12 @@ class Blocks:
         Raises:
             NotRepeatedError: A block does not do what the next one of its kind does.
         """
-        if wanted is None:
-            wanted = [list(range(len(stack.kinds))) for stack in self.stacks]
+        parts = wanted or [stack.parts for stack in self.stacks]
         twins: dict[Any, Part] = {}
         counts: Counter[Any] = Counter()
-        for stack in self.stacks:
-            twins |= stack.twins()
-            counts.update(map(stack.part, wanted[stack.number]))
+        for stack, of_stack in zip(self.stacks, parts, strict=True):
+            twins |= stack.twins
+            counts.update(of_stack)
         times: dict[tuple[Position, Position], int] = {}
         for mark, events in ledger.spans:
             freed = {storage.origin for storage, is_made in events if not is_made}
@@ -329,10 +324,8 @@ class Blocks:
             if one_pass in done:
                 continue
             done.add(one_pass)
-            parts = list(map(self.stacks[part.stack].part, wanted[part.stack]))
-            if phase == BACKWARD:
-                parts.reverse()
-            for one in parts:
+            order = parts[part.stack]
+            for one in reversed(order) if phase == BACKWARD else order:
                 mark = Position(phase, one, turn)
                 if mark in by_mark:
                     result.append(by_mark[mark])
