@@ -175,7 +175,7 @@ class Blocks:
     @property
     def is_cut(self) -> bool:
         """Whether blocks are left out."""
-        return any(stack.is_cut for stack in self.stacks)
+        return self.num_kept < self.num_all
 
     @property
     def num_kept(self) -> int:

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import (
     flash_sdp_enabled,
-    math_sdp_enabled,
     mem_efficient_sdp_enabled,
 )
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UnsupportedModelError
 from . import quantization
 from .ledger import rounded_up
 
@@ -181,19 +179,16 @@ def attention(
 
     Returns:
         ``(batch, heads, length, value size)``, in the dtype of ``value``.
-
-    Raises:
-        UnsupportedModelError: All kernels that take such tensors are switched off.
     """
     if torch.is_autocast_enabled("cpu"):
         lower = torch.get_autocast_dtype("cpu")
         query, key, value = (_cast(tensor, lower) for tensor in (query, key, value))
         attn_mask = _cast(attn_mask, lower)
     is_dense = query.ndim == key.ndim == value.ndim == 4
-    is_grouped = not (is_dense and query.shape[1] == key.shape[1] == value.shape[1])
-    can_group = is_dense and enable_gqa
-    takes_flash = attn_mask is None and _takes_flash(query, key, value, is_causal)
-    if takes_flash and (can_group or not is_grouped):
+    is_even = is_dense and query.shape[1] == key.shape[1] == value.shape[1]
+    takes_heads = is_even or (is_dense and enable_gqa)
+    is_plain = attn_mask is None and takes_heads
+    if is_plain and _takes_flash(query, key, value, is_causal):
         return _flash(
             query,
             key,
@@ -202,7 +197,7 @@ def attention(
             is_causal,
             scale,
         )
-    if _takes_efficient(query, value) and not is_grouped:
+    if is_even and _takes_efficient(query, value):
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
@@ -215,10 +210,6 @@ def attention(
             is_causal,
             scale=scale,
         )[0]
-    if not math_sdp_enabled():
-        raise UnsupportedModelError(
-            "no kernel of attention that is switched on takes these tensors on CUDA"
-        )
     return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
         query,
         key,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ..errors import ConfigError
 from .cuda import ALLOCATION_BYTES
 from .ledger import (
     ADAPTERS,
+    BACKWARD,
+    FORWARD,
     GRADIENTS,
     OPTIMIZER,
     OPTIMIZER_STEP,
@@ -25,7 +26,6 @@ _REFUSED = {
     "zero2": "DeepSpeed's buckets and partitions are settings of its own config; 'ddp' holds what is not partitioned",
     "zero3": "DeepSpeed gathers by thresholds of its own config; 'fsdp2' shards the same",
 }
-_SHARDED = (WEIGHTS, ADAPTERS, OPTIMIZER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +68,32 @@ class Devices:
         Returns:
             The step with what the engine holds, and without what lies on others.
         """
+        if self.engine is None:
+            return step
+        levels = {}
+        for phase, level in step.levels.items():
+            changed = self._level(step, Sizes(level), phase)
+            levels[phase] = {kind: size for kind, size in changed.items() if size}
+        held = self._level(step, step.held, None)
+        return dataclasses.replace(step, held=held, levels=levels)
+
+    def _level(self, step: Step, level: Sizes, phase: str | None) -> Sizes:
+        """Return what each device holds where one alone holds a level, in a phase or before the step (``None``)."""
         if self.engine == DDP:
             # in buckets, each with less than 512 bytes more on CUDA
-            buckets = Sizes({GRADIENTS: _trained_bytes(step)})
-            return _changed(step, lambda level, _: level + buckets)
-        if self.engine == FSDP2:
-            return _changed(
-                step, lambda level, phase: self._sharded(step, level, phase)
-            )
-        return step
+            return level + Sizes({GRADIENTS: _trained_bytes(step)})
+        kinds = [WEIGHTS, ADAPTERS, OPTIMIZER]
+        if phase == OPTIMIZER_STEP:
+            kinds.append(GRADIENTS)
+        sharded = level.copy()
+        for kind in kinds:
+            sharded[kind] -= self._elsewhere(level[kind])
+        # In both passes the root and one unit are gathered, and gradients are whole.
+        if phase in (FORWARD, BACKWARD):
+            largest = _largest_unit(step)
+            for kind in (WEIGHTS, ADAPTERS):
+                sharded[kind] += step.root[kind] + largest[kind]
+        return sharded
 
     def unknown(self, step: Step) -> tuple[Unknown, ...]:
         """Return the bytes that a library does not promise of a step on several devices.
@@ -98,65 +115,17 @@ class Devices:
         unit = _largest_unit(step)
         gathered = unit[WEIGHTS] + unit[ADAPTERS]
         trained = _trained_bytes(step)
-        num_units = max(1, len(step.units))
-        return (
-            Unknown(
-                "the next unit that FSDP2 gathers ahead, and the buffers that both come in",
-                0,
-                3 * gathered,
-            ),
-            Unknown(
-                "gradients that FSDP2 has reduced to shards before others are made",
-                -self._elsewhere(trained),
-                0,
-            ),
-            Unknown(
-                "the buffers in which FSDP2 reduces the gradients of two units",
-                0,
-                4 * -(-trained // num_units),
-            ),
+        reduced = -(-trained // max(1, len(step.units)))
+        what = (
+            "the next unit that FSDP2 gathers ahead, and the buffers of units that are gathered or reduced; "
+            "less the gradients that are reduced before others are made"
         )
+        most = 3 * gathered + 4 * reduced
+        return (Unknown(what, -self._elsewhere(trained), most),)
 
     def _elsewhere(self, size: int) -> int:
         """Return the bytes of sharded tensors that lie on other devices."""
         return size - -(-size // self.num_devices)
-
-    def _sharded(self, step: Step, level: Sizes, phase: str | None) -> Sizes:
-        """Return a level with shards in place of what is sharded.
-
-        In both passes the root and one unit are gathered; gradients are whole until
-        they are reduced.
-        """
-        sharded = level.copy()
-        for kind in _SHARDED:
-            sharded[kind] -= self._elsewhere(level[kind])
-        if phase is None:
-            return sharded
-        if phase == OPTIMIZER_STEP:
-            sharded[GRADIENTS] -= self._elsewhere(level[GRADIENTS])
-            return sharded
-        largest = _largest_unit(step)
-        for kind in (WEIGHTS, ADAPTERS):
-            sharded[kind] += step.root[kind] + largest[kind]
-        return sharded
-
-
-def _changed(step: Step, change: Any) -> Step:
-    """Return a step whose levels are changed.
-
-    Args:
-        step: The step.
-        change: Makes another level of one, and of its phase; that is ``None`` before the
-            step.
-
-    Returns:
-        The other step.
-    """
-    levels = {}
-    for phase, level in step.levels.items():
-        changed = change(Sizes(level), phase)
-        levels[phase] = {kind: size for kind, size in changed.items() if size}
-    return dataclasses.replace(step, held=change(step.held, None), levels=levels)
 
 
 def _trained_bytes(step: Step) -> int:

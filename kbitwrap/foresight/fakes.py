@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import is_quantized_parameter
@@ -87,8 +83,8 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 """Functions that make the outputs of operations whose shapes torch does not tell of tensors without values."""
 
 
-Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
-"""Storages by their addresses, each with the one that stands for it; both are held, so that no address is reused."""
+Memory = dict[torch.UntypedStorage, torch.UntypedStorage]
+"""Storages, each with the one that stands for it."""
 
 
 def in_memory_of(tensor: Tensor, memory: Memory, device: str) -> Tensor:
@@ -102,32 +98,16 @@ def in_memory_of(tensor: Tensor, memory: Memory, device: str) -> Tensor:
     Returns:
         A tensor of the same shape, strides and dtype, without values.
     """
-    shape = tensor.shape
-    strides = tensor.stride()
-    dtype = tensor.dtype
+    shape, strides = tensor.shape, tensor.stride()
+    made = torch.empty(0, dtype=tensor.dtype, device=device)
     if is_composed(type(tensor)) or not tensor.untyped_storage().nbytes():
-        return torch.empty_strided(
-            shape,
-            strides,
-            dtype=dtype,
-            device=device,
-        )
+        return made.new_empty_strided(shape, strides)
     storage = tensor.untyped_storage()
-    if storage._cdata not in memory:
-        bits = torch.empty(
-            storage.nbytes(),
-            dtype=torch.uint8,
-            device=device,
-        )
-        memory[storage._cdata] = storage, bits.untyped_storage()
-    place: Any = memory[storage._cdata][1]
-    made = torch.empty(0, dtype=dtype, device=device)
-    return made.set_(
-        place,
-        tensor.storage_offset(),
-        shape,
-        strides,
-    )
+    if storage not in memory:
+        bits = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+        memory[storage] = bits.untyped_storage()
+    place: Any = memory[storage]
+    return made.set_(place, tensor.storage_offset(), shape, strides)
 
 
 _NORMS = {
@@ -275,8 +255,8 @@ class KnownValues(TorchDispatchMode):
         if name == "aten::rand":
             setattr(output, _DRAWN, True)
         written = list(filter(_is_real, written_arguments(func, args, kwargs)))
-        for tensor in written:
-            self.forget(tensor)
+        for tensor in written:  # not known any longer
+            self._unknown.add(tensor.untyped_storage())
         if written and isinstance(output, Tensor):
             return written[0]
         return output
@@ -311,19 +291,6 @@ class KnownValues(TorchDispatchMode):
             with _disable_current_modes():
                 positions += index.nonzero().unbind(1)
         return positions
-
-    def forget(self, tensor: Tensor) -> None:
-        """Note that the values of a real tensor are not known, for as long as its memory lives."""
-        if _is_real(tensor):
-            self._unknown.add(tensor.untyped_storage())
-
-
-def forget(tensors: Iterable[Tensor]) -> None:
-    """Note that others write to tensors what is not known."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, KnownValues):
-            for tensor in tensors:
-                mode.forget(tensor)
 
 
 _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -373,7 +340,7 @@ class FakeModel:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.notes: tuple[str, ...] = ()
         self.was_run = False
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: dict[Tensor, Tensor] = {}
         self._memory: Memory = {}
         for module in model.modules():
             self._replace(module)
@@ -418,8 +385,8 @@ class FakeModel:
         """
         if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
             return tensor
-        if id(tensor) in self._made:
-            return self._made[id(tensor)][1]
+        if tensor in self._made:
+            return self._made[tensor]
         if isinstance(tensor, UpcastTensor):
             # a stand-in for the fake parameter, in place of one for the parameter
             assert tensor.owner is not None
@@ -435,16 +402,16 @@ class FakeModel:
             made = in_memory_of(tensor, self._memory, "cpu")
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        self._made[id(tensor)] = tensor, made
+        self._made[tensor] = made
         return made
 
     def _replace(self, module: nn.Module) -> None:
         """Put fake tensors in the place of all that a module holds; quantized weights bring their statistics along."""
         for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in self._made:
+            if parameter is None or parameter in self._made:
                 continue
             if is_quantized_parameter(parameter):
                 made = fake_weight(module, parameter, self.fake)
                 if made is not None:
-                    self._made[id(parameter)] = parameter, made
+                    self._made[parameter] = made
         replace_tensors(vars(module), self.fake)

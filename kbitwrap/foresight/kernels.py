@@ -13,14 +13,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .fakes import forget
-
 
 def _write(tile: Tensor, *args: Any, **_: Any) -> None:
     """Write values that are not known to the statistics of a tile, in their place."""
     if tile.numel():
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        forget([tensor for tensor in tensors if tensor.is_floating_point()])
+        for value in args:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value.copy_(tile[(0,) * tile.ndim])
 
 
 def _add_product(original: Callable[..., None]) -> Callable[..., None]:

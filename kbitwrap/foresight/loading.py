@@ -149,7 +149,7 @@ class _Loaded(NamedTuple):
 def _in_order(model: Any) -> list[_Loaded]:
     """Return the parameters, each once, in the order in which files name them, as transformers converts the names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
+    from transformers.core_model_loading import WeightConverter, dot_natural_key
 
     merged: dict[str, str] = {}
     renamed: dict[str, str] = {}
@@ -172,15 +172,7 @@ def _in_order(model: Any) -> list[_Loaded]:
         for part, of_files in renamed.items():
             name = name.replace(part, of_files)
         found.append(_Loaded(name, parameter, is_merged, is_transposed))
-    return sorted(found, key=lambda loaded: _natural(loaded.name))
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Numbers in a name sort as numbers: ``dot_natural_key``."""
-    key: list[tuple[int, int | str]] = []
-    for part in name.split("."):
-        key.append((0, int(part)) if part.isdigit() else (1, part))
-    return key
+    return sorted(found, key=lambda loaded: dot_natural_key(loaded.name))
 
 
 def _size(tensor: Tensor) -> int:

@@ -19,31 +19,26 @@ from ..model.bitsandbytes_layers import state_owners
 from ..model.quantization import quantized_stacks
 
 
-def _parts_of_product() -> Callable[..., Tensor]:
-    """Return bitsandbytes' function for the 4-bit matrix product where it has no kernel: dequantizing comes first."""
+def _four_bit_product(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute the 4-bit matrix product as bitsandbytes does where it has no kernel: dequantizing comes first."""
     operations: Any = sys.modules["bitsandbytes.backends.default.ops"]
-    return operations._gemm_4bit_default_impl  # type: ignore[no-any-return]
+    return operations._gemm_4bit_default_impl(*args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _parts_of_int8_product() -> Callable[..., Tensor]:
-    """Return a function that computes the 8-bit matrix product and its scaling, with the int32 result between them."""
+def _int8_product(
+    a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, dtype: Any = None
+) -> Tensor:
+    """Compute the 8-bit matrix product and its scaling, with the int32 result between them."""
     parts: Any = torch.ops.bitsandbytes
-
-    def product(
-        a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, dtype: Any = None
-    ) -> Tensor:
-        return parts.int8_mm_dequant(  # type: ignore[no-any-return]
-            parts.int8_linear_matmul(a, b), rows, columns, dtype=dtype, bias=bias
-        )
-
-    return product
+    product = parts.int8_linear_matmul(a, b)
+    return parts.int8_mm_dequant(product, rows, columns, dtype=dtype, bias=bias)  # type: ignore[no-any-return]
 
 
-DECOMPOSED = {
-    "bitsandbytes::gemm_4bit": _parts_of_product,
-    "bitsandbytes::int8_scaled_mm": _parts_of_int8_product,
+DECOMPOSED: dict[str, Callable[..., Tensor]] = {
+    "bitsandbytes::gemm_4bit": _four_bit_product,
+    "bitsandbytes::int8_scaled_mm": _int8_product,
 }
-"""The operations whose kernels allocate a dequantized weight, and the functions that make it in the open."""
+"""Operations whose kernels allocate more than their results, and the functions that allocate it in the open."""
 
 
 def _is_holder(value: Any) -> bool:

@@ -20,7 +20,6 @@ from .batch import Inputs, make_batch
 from .blocks import Blocks, Part
 from .fakes import FakeModel
 from .ledger import (
-    INPUTS,
     Ledger,
     Levels,
     Measure,
@@ -32,7 +31,7 @@ from .ledger import (
     in_bytes,
 )
 from .optimizers import OptimizerSteps, Shape, Shapes
-from .tracker import Watch, held_tensors, vocabulary_size
+from .tracker import begin_watch, held_tensors
 
 
 @dataclass(frozen=True)
@@ -153,12 +152,8 @@ class StepRecorder(contextlib.ExitStack):
         Args:
             inputs: The tensors of the batches of the step.
         """
-        watch = Watch(vocabulary_size(self._model), self._on_cuda)
-        owners = self._blocks.owners()
-        for tensor, kind, module in held_tensors(ModelTree(self._model)):
-            watch.hold(tensor, kind, owners.get(id(module)))
-        for tensor in inputs:
-            watch.hold(tensor, INPUTS)
+        tree, owners = ModelTree(self._model), self._blocks.owners()
+        watch = begin_watch(tree, list(inputs), self._on_cuda, owners=owners)
         self.ledger = watch.ledger
         self.callback(watch.close)
         self.enter_context(self._blocks.announced(watch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,8 +41,6 @@ from .ledger import (
 )
 from .quantization import DECOMPOSED, statistics_of
 
-# the fields of every module, which hold no tensors but parameters and buffers
-_OF_TORCH = frozenset(vars(nn.Module()))
 _BETWEEN = ""  # after an optimizer's step, where no phase has begun
 _OF_WEIGHTS = {WEIGHTS, STATISTICS, ADAPTERS, DEQUANTIZED}
 
@@ -173,7 +171,7 @@ class Watch(TorchDispatchMode):
             self.follow_phase()
             if name in DECOMPOSED:
                 with self:
-                    return DECOMPOSED[name]()(*args, **kwargs)
+                    return DECOMPOSED[name](*args, **kwargs)
             output = func(*args, **kwargs)
             for tensor in tensors_in(output):
                 is_counted = self._device in (None, tensor.device.type)
@@ -211,9 +209,7 @@ def held_tensors(tree: ModelTree) -> Iterator[tuple[Tensor, str, nn.Module]]:
         yield tensor.parameter, ADAPTERS if is_adapter else WEIGHTS, tensor.module
     for node in tree.nodes:
         module = node.module
-        fields = vars(module)
-        others = [fields[name] for name in fields if name not in _OF_TORCH]
-        for value in tensors_in([*module._buffers.values(), *others]):
+        for value in tensors_in(vars(module)):
             yield value, WEIGHTS, module
         for value in statistics_of(module):
             yield value, STATISTICS, module
@@ -244,6 +240,40 @@ def optimizer_tensors(
                 state.pop("state1", None)
                 state.pop("state2", None)
             yield from tensors_in(state)
+
+
+def begin_watch(
+    tree: ModelTree,
+    inputs: Any,
+    on_cuda: bool,
+    *,
+    owners: Mapping[int, Hashable] | None = None,
+    device: str | None = None,
+) -> Watch:
+    """Make a watch that counts what a model and its inputs hold.
+
+    Args:
+        tree: The model.
+        inputs: The inputs, in a mapping or a sequence.
+        on_cuda: As for ``Watch``, as is ``device``.
+        owners: The parts of the model that modules lie in, by the ids of these.
+        device: The type of device whose tensors are counted.
+
+    Returns:
+        The watch.
+    """
+    weight: Any = None
+    model: Any = tree.model
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        weight = model.get_output_embeddings().weight
+    is_matrix = isinstance(weight, Tensor) and weight.ndim == 2
+    watch = Watch(weight.shape[0] if is_matrix else 0, on_cuda, device)
+    owners = owners or {}
+    for tensor, kind, module in held_tensors(tree):
+        watch.hold(tensor, kind, owners.get(id(module)))
+    for tensor in tensors_in(inputs):
+        watch.hold(tensor, INPUTS)
+    return watch
 
 
 class StepTracker(Peaks):
@@ -307,10 +337,8 @@ class StepTracker(Peaks):
     def __enter__(self) -> StepTracker:
         on_cuda = any(parameter.is_cuda for parameter in self._model.parameters())
         device = "cuda" if on_cuda else None
-        watch = Watch(vocabulary_size(self._model), on_cuda, device)
         tree = tree_of(self._model)
-        for tensor, kind, _ in held_tensors(tree):
-            watch.hold(tensor, kind)
+        watch = begin_watch(tree, self._inputs, on_cuda, device=device)
         optimizer = self._optimizer
         self._hooks = []
         if optimizer is not None:
@@ -325,8 +353,6 @@ class StepTracker(Peaks):
 
             self._hooks.append(optimizer.register_step_pre_hook(begin))
             self._hooks.append(optimizer.register_step_post_hook(end))
-        for tensor in tensors_in(self._inputs):
-            watch.hold(tensor, INPUTS)
         self.static_bytes = watch.ledger.held().total()
         preparation = Preparation.find(tree)
         if preparation is not None:
@@ -353,13 +379,3 @@ class StepTracker(Peaks):
                 "nothing was tracked yet: run a step inside `with StepTracker(...) as tracker:` first"
             )
         return self._levels
-
-
-def vocabulary_size(model: nn.Module) -> int:
-    """Return the width of a model's logits, if it says where they are made; else 0."""
-    weight: Any = None
-    source: Any = model
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        weight = source.get_output_embeddings().weight
-    is_matrix = isinstance(weight, Tensor) and weight.ndim == 2
-    return weight.shape[0] if is_matrix else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,10 +101,10 @@ def unknowns(
 def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
     """Return the bytes of a sample of every parameter that was there before the adapters, at most."""
     owners = blocks.owners()
-    by_part: dict[Part | None, int] = {}
+    by_part: Counter[Part | None] = Counter()
     for module in model.modules():
         part = owners.get(id(module))
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.requires_grad:
-                by_part[part] = by_part.get(part, 0) + sample_bytes(parameter)
+                by_part[part] += sample_bytes(parameter)
     return sum(blocks.whole(by_part))
