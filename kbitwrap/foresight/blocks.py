@@ -138,13 +138,13 @@ class Blocks:
 
     def __init__(self, model: nn.Module, *, is_exact: bool) -> None:
         found = list(_outermost(model, None))
-        holders: Counter[int] = Counter()
+        seen: set[int] = set()
         for blocks, *_ in found:
             for block in blocks:
-                holders.update(map(id, block.parameters()))
-        # Shared parameters are held, and get a gradient, once.
-        if any(count > 1 for count in holders.values()):
-            is_exact = True
+                parameters = set(map(id, block.parameters()))
+                # Shared parameters are held, and get a gradient, once.
+                is_exact = is_exact or not seen.isdisjoint(parameters)
+                seen |= parameters
         self.stacks = []
         for number, (blocks, config, holder) in enumerate(found):
             kinds = _kinds(blocks)

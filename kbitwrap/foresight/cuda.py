@@ -174,7 +174,7 @@ def attention(
         attn_mask: As for ``F.scaled_dot_product_attention``, as are the others.
         dropout_p: The probability of dropout.
         is_causal: Whether no query sees a later key.
-        scale: What products are multiplied with.
+        scale: What products are multiplied with, which changes no size.
         enable_gqa: Whether several heads may share a key.
 
     Returns:
@@ -189,14 +189,7 @@ def attention(
     takes_heads = is_even or (is_dense and enable_gqa)
     is_plain = attn_mask is None and takes_heads
     if is_plain and _takes_flash(query, key, value, is_causal):
-        return _flash(
-            query,
-            key,
-            value,
-            dropout_p,
-            is_causal,
-            scale,
-        )
+        return _flash(query, key, value, dropout_p, is_causal)
     if is_even and _takes_efficient(query, value):
         keeps = query.requires_grad or key.requires_grad or value.requires_grad
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
@@ -208,17 +201,9 @@ def attention(
             keeps and torch.is_grad_enabled(),
             dropout_p,
             is_causal,
-            scale=scale,
         )[0]
     return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa
     )[0]
 
 
@@ -240,22 +225,15 @@ def _takes_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> 
 
 
 def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool
 ) -> Tensor:
     """Attend by the flash kernel, which pads heads to a multiple of 8: ``pad_last_dim`` of attention.cpp."""
     size = query.shape[-1]
     padded = (query, key, value)
     if size % 8:
         query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in padded)
-    if scale is None:
-        scale = size**-0.5
     found: Tensor = _aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
+        query, key, value, dropout_p, is_causal
     )[0]
     return found[..., :size] if size % 8 else found
 
@@ -282,12 +260,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
         width = mask.shape[-1]
         mask = F.pad(mask, (0, 8 - width % 8))[..., :width]
-    return mask.expand(
-        query.shape[0],
-        query.shape[1],
-        query.shape[2],
-        key.shape[2],
-    )
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 def _copied_bytes(tensor: Tensor) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from ..errors import ConfigError
-from .cuda import ALLOCATION_BYTES
 from .ledger import (
     ADAPTERS,
     BACKWARD,
@@ -15,7 +14,6 @@ from .ledger import (
     OPTIMIZER_STEP,
     WEIGHTS,
     Sizes,
-    rounded_up,
 )
 from .trace import Step
 from .unknown import Unknown
@@ -101,15 +99,6 @@ class Devices:
         Args:
             step: The step on one device.
         """
-        if self.engine == DDP:
-            maps = rounded_up(4 * len(step.trained), ALLOCATION_BYTES)
-            return (
-                Unknown(
-                    "DDP's map of unused parameters, with find_unused_parameters",
-                    0,
-                    maps,
-                ),
-            )
         if self.engine != FSDP2:
             return ()
         unit = _largest_unit(step)

@@ -53,29 +53,14 @@ def _alignments(
     return losses, alignments
 
 
-def _bags(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the outputs of sums of embeddings: a CPU computes those of bfloat16 as those of float16."""
-    half = weight.half() if weight.dtype == torch.bfloat16 else weight
-    output = _aten._embedding_bag_forward_only.default(
-        half,
-        *args,
-        **kwargs,
-    )
-    return output[0].to(weight.dtype), *output[1:]
-
-
 def _counts(indices: Tensor, weights: Any = None, minlength: int = 0) -> Any:
     """Return the counts of indices that are all below the number of counts asked for, as those of experts are."""
-    if not minlength:
+    if not minlength or weights is not None:
         return _aten.bincount.default(indices, weights)  # which torch refuses
-    dtype = torch.int64
-    if weights is not None:
-        dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
-    return indices.new_empty(minlength, dtype=dtype)
+    return indices.new_empty(minlength, dtype=torch.int64)
 
 
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "aten::_embedding_bag_forward_only": _bags,
     "aten::_grouped_mm": _grouped_product,
     "aten::_ctc_loss.Tensor": _alignments,
     "aten::bincount": _counts,
@@ -285,11 +270,11 @@ class KnownValues(TorchDispatchMode):
         positions: list[Any] = []
         for index in indices:
             is_mask = index is not None and index.dtype == torch.bool
-            if not is_mask or not self._is_known(index):
+            if is_mask and self._is_known(index):
+                with _disable_current_modes():
+                    positions += index.nonzero().unbind(1)
+            else:
                 positions.append(index)
-                continue
-            with _disable_current_modes():
-                positions += index.nonzero().unbind(1)
         return positions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,16 +20,6 @@ def _write(tile: Tensor, *args: Any, **_: Any) -> None:
         for value in args:
             if isinstance(value, Tensor) and value.is_floating_point():
                 value.copy_(tile[(0,) * tile.ndim])
-
-
-def _add_product(original: Callable[..., None]) -> Callable[..., None]:
-    """Make the product that is added in float32: of half tensors, cuBLAS writes it in its place."""
-
-    def add(total: Tensor, left: Tensor, right: Tensor) -> None:
-        if left.dtype not in (torch.float16, torch.bfloat16):
-            original(total, left, right)
-
-    return add
 
 
 @contextlib.contextmanager
@@ -50,13 +40,20 @@ def fused_heads_on_cuda() -> Iterator[None]:
     def uses_triton(device: Any) -> bool:
         return True
 
+    add_in_float32 = module._addmm_fp32
+
+    def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+        # of half tensors, cuBLAS writes it in its place
+        if left.dtype not in (torch.float16, torch.bfloat16):
+            add_in_float32(total, left, right)
+
     launches: Any = defaultdict(lambda: _write)  # by their grids
     replacements: dict[str, Any] = {
         "_use_triton": uses_triton,
         "_forward_kernel": launches,
         "_backward_kernel": launches,
         "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
-        "_addmm_fp32": _add_product(module._addmm_fp32),
+        "_addmm_fp32": add_product,
     }
     with (
         mock.patch.multiple(module, create=True, **replacements),

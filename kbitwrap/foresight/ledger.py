@@ -241,11 +241,13 @@ class Peaks:
     @property
     def by_kind(self) -> dict[str, int]:
         """The bytes held at the peak of all, the first one reached, by kind."""
-        phases = self.phases
-        highest = max(phases, key=phases.__getitem__, default=None)
-        return {} if highest is None else dict(self.levels[highest])
+        highest: dict[str, int] = {}
+        for level in self.levels.values():
+            if sum(level.values()) > sum(highest.values()):
+                highest = level
+        return dict(highest)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes held at any moment."""
-        return max(self.phases.values(), default=0)
+        return sum(self.by_kind.values())

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..model.bitsandbytes_layers import state_owners
-from ..model.quantization import quantized_stacks
-
 
 def _four_bit_product(*args: Any, **kwargs: Any) -> Tensor:
     """Compute the 4-bit matrix product as bitsandbytes does where it has no kernel: dequantizing comes first."""
@@ -41,20 +38,18 @@ DECOMPOSED: dict[str, Callable[..., Tensor]] = {
 """Operations whose kernels allocate more than their results, and the functions that allocate it in the open."""
 
 
-def _is_holder(value: Any) -> bool:
-    """Return whether a value may hold tensors: a list, a dict, or an object of a quantization library."""
-    return isinstance(value, (dict, list)) or type(value).__module__.startswith(
-        "bitsandbytes."
-    )
+def _is_of_library(value: Any) -> bool:
+    return type(value).__module__.startswith("bitsandbytes.")
 
 
 def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, Tensor]]:
     """Yield the tensors in a holder, and in the holders in it: the fields that each is in, its key, and the tensor."""
     fields = owner if isinstance(owner, (dict, list)) else vars(owner)
     for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
+        is_holder = isinstance(value, (dict, list)) or _is_of_library(value)
         if isinstance(value, Tensor):
             yield fields, key, value
-        elif depth and not isinstance(value, (type, nn.Module)) and _is_holder(value):
+        elif depth and is_holder and not isinstance(value, nn.Module):
             yield from _places(value, depth - 1)
 
 
@@ -71,12 +66,11 @@ def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
 
 def statistics_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that hold the quantization state of a layer, beside its weight."""
-    holders: list[Any] = [state for _, state in quantized_stacks(module).values()]
+    holders: list[Any] = list(filter(_is_of_library, vars(module).values()))
     for parameter in module._parameters.values():
         if parameter is not None:
-            owners = state_owners(module, parameter)
-            holders += [owner.fields() for owner in owners]
-    for holder in filter(_is_holder, holders):
+            holders.append(vars(parameter))
+    for holder in holders:
         for _, _, tensor in _places(holder):
             yield tensor
 
@@ -102,6 +96,8 @@ def fake_weight(
 ) -> nn.Parameter | None:
     """Return a stand-in for a bitsandbytes weight: a plain parameter of its storage, with its statistics.
 
+    Those that the layer holds too become fake with the layer's other tensors.
+
     Args:
         module: The layer.
         parameter: Its weight, with its statistics.
@@ -121,10 +117,8 @@ def fake_weight(
         result.CB = result.SCB = None
         if parameter.SCB is not None:
             result.CB, result.SCB = data, fake(parameter.SCB)
-        replace_tensors(vars(module)["state"], fake)
     else:
         result.__class__ = _CLASSES["Params4bit"]
-        replace_tensors(statistics, fake)
         result.quant_state = statistics
         result.bnb_quantized = True
         module.quant_state = statistics  # type: ignore[assignment]
@@ -222,13 +216,12 @@ def follow_cuda(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
     """Keep bitsandbytes from logging its products for each input, and torch what an error says that is raised."""
-    with contextlib.ExitStack() as stack:
-        for name in (
-            "bitsandbytes.autograd._functions",
-            "torch._subclasses.fake_tensor",
-        ):
-            logger = logging.getLogger(name)
-            stack.enter_context(mock.patch.object(logger, "disabled", True))
+    of_products = logging.getLogger("bitsandbytes.autograd._functions")
+    of_fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    with (
+        mock.patch.object(of_products, "disabled", True),
+        mock.patch.object(of_fakes, "disabled", True),
+    ):
         yield
 
 

@@ -171,19 +171,16 @@ class Growth:
                 others.
         """
         rounding = self._trace.ledger.rounding
-        counted: dict[Values, int] = {}
+        counted: dict[Values | None, int] = {}
         for values, form in self._forms.items():
             asked = form(size)
             if asked != int(asked) or asked < 0:
                 raise UnknownGrowthError(f"{asked} bytes at {size}")
             counted[values] = rounded_up(int(asked), rounding)
-
-        def measure(storage: Storage) -> int:
-            if storage not in self._values:  # of the optimizer's state
-                return storage.num_bytes
-            return counted[self._values[storage]]
-
-        levels = self._trace.levels(measure)
+        levels = self._trace.levels(
+            # the optimizer's state is of its own size
+            lambda storage: counted.get(self._values.get(storage), storage.num_bytes)
+        )
         return max(sum(level.values()) for level in levels.values())
 
 

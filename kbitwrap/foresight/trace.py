@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -74,10 +75,9 @@ class Trace(NamedTuple):
 
     def held_by_each(self, measure: Measure = in_bytes) -> list[Sizes]:
         """Return what each part of the model holds before the step, by kind: the root first, then the blocks."""
-        by_part: dict[Part | None, Sizes] = {None: Sizes()}
+        by_part = defaultdict[Part | None, Sizes](Sizes, {None: Sizes()})
         for storage, part in self.ledger.holders.items():
-            sizes = by_part.setdefault(part, Sizes())
-            sizes[storage.kind] += measure(storage)
+            by_part[part][storage.kind] += measure(storage)
         return list(self.blocks.whole(by_part))
 
     def held(self, measure: Measure = in_bytes) -> Sizes:
@@ -169,18 +169,18 @@ class StepRecorder(contextlib.ExitStack):
         """
         self.close()
         owners = self._blocks.owners()
+        self.trained = ()
         # by stack, or alone
         found: dict[Any, dict[Part | None, list[Shape]]] = {}
         for module in self._model.modules():
             part = owners.get(id(module))
             place = module if part is None else part.stack
-            shapes = found.setdefault(place, {}).setdefault(part, [])
+            shapes = found.setdefault(place, defaultdict(list))[part]
             for parameter in module._parameters.values():
-                if parameter is None or parameter.grad is None:
-                    continue
-                parameter.grad = None
-                group = 0 if groups is None else groups[id(parameter)]
-                shapes.append(Shape(parameter.shape, parameter.dtype, group))
+                if parameter is not None and parameter.grad is not None:
+                    parameter.grad = None
+                    group = 0 if groups is None else groups[id(parameter)]
+                    shapes.append(Shape(parameter.shape, parameter.dtype, group))
         for by_part in found.values():
             self.trained += tuple(chain.from_iterable(self._blocks.whole(by_part)))
 
@@ -285,13 +285,11 @@ def trace(
         ConfigError: The model returns no loss.
         NotRepeatedError: The blocks that are left out cannot be told from the others.
     """
-    trained: Shapes = ()
+    recorder = StepRecorder(fakes.model, blocks, on_cuda)
 
     def run(step: Any = runner.run) -> Ledger:
-        nonlocal trained
-        with StepRecorder(fakes.model, blocks, on_cuda) as recorder:
+        with recorder:
             step(fakes, batch_size, seq_len, recorder)
-        trained = recorder.trained
         return recorder.ledger
 
     def held_bytes() -> list[int]:
@@ -311,5 +309,5 @@ def trace(
                 ledger = run()  # a longer sequence may leave more
             if blocks.is_cut and not blocks.is_tried:
                 ledger = blocks.expect_repeated(ledger, run)
-        state, last = runner.optimizer(fakes.mode, trained)
-    return Trace(ledger, blocks, trained, state, last)
+        state, last = runner.optimizer(fakes.mode, recorder.trained)
+    return Trace(ledger, blocks, recorder.trained, state, last)

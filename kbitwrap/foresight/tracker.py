@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import UnsupportedModelError
 from ..model.checks import tree_of
 from ..model.tree import ModelTree
 from ..preparation.preparation import Preparation
@@ -187,11 +186,10 @@ class Watch(TorchDispatchMode):
 
 
 @functools.cache
-def _has_own_operations(cls: type) -> bool:
+def _has_own_operations(cls: Any) -> bool:
     """Return whether tensors of a class take operations apart themselves: those of torch and fake ones do not."""
-    if cls in (Tensor, nn.Parameter) or issubclass(cls, FakeTensor):
-        return False
-    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    plain = Tensor.__torch_dispatch__
+    return cls.__torch_dispatch__ is not plain and not issubclass(cls, FakeTensor)
 
 
 def held_tensors(tree: ModelTree) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -324,12 +322,7 @@ class StepTracker(Peaks):
         inputs: Any = None,
     ) -> None:
         tree_of(model)
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise UnsupportedModelError(
-                f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}"
-            )
         self._model, self._optimizer, self._inputs = model, optimizer, inputs
-        self._watch: Watch | None = None
         self._levels: Levels | None = None
         self.static_bytes = 0
         self.sample_bytes = 0
@@ -340,7 +333,7 @@ class StepTracker(Peaks):
         tree = tree_of(self._model)
         watch = begin_watch(tree, self._inputs, on_cuda, device=device)
         optimizer = self._optimizer
-        self._hooks = []
+        self._stack = contextlib.ExitStack()
         if optimizer is not None:
             for tensor in optimizer_tensors(optimizer, on_cuda):
                 watch.hold(tensor, OPTIMIZER)
@@ -351,25 +344,20 @@ class StepTracker(Peaks):
             def end(*_: Any) -> None:
                 watch.phase = _BETWEEN
 
-            self._hooks.append(optimizer.register_step_pre_hook(begin))
-            self._hooks.append(optimizer.register_step_post_hook(end))
+            self._stack.callback(optimizer.register_step_pre_hook(begin).remove)
+            self._stack.callback(optimizer.register_step_post_hook(end).remove)
         self.static_bytes = watch.ledger.held().total()
         preparation = Preparation.find(tree)
         if preparation is not None:
             self.sample_bytes = preparation.plan.sample_bytes
         watch.follow_phase()
-        self._watch = watch
-        watch.__enter__()  # type: ignore[no-untyped-call]
+        self._ledger = watch.ledger
+        self._stack.enter_context(watch)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        assert self._watch is not None
-        self._watch.__exit__(*exc)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-        ledger = self._watch.ledger
-        self._levels = highest_levels(ledger.held(), ledger.runs())
-        self._watch = None
+        self._stack.close()
+        self._levels = highest_levels(self._ledger.held(), self._ledger.runs())
 
     @property
     def levels(self) -> Levels:  # type: ignore[override]
