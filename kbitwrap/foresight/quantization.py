@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..model.bitsandbytes_layers import state_owners
 from ..model.quantization import is_quantized_parameter, quantized_stacks
@@ -283,24 +281,3 @@ def warm_tables() -> None:
     functional: Any = sys.modules.get("bitsandbytes.functional")
     if functional is not None:
         functional.quantize_blockwise(torch.ones(256, device="cpu"))
-
-
-def library_optimizer(
-    name: str, parameters: Any, lr: float, bits: int, is_paged: bool
-) -> Any:
-    """Make an optimizer of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory.
-
-    Args:
-        name: The name of its class.
-        parameters: What it trains.
-        lr: The learning rate.
-        bits: The bits of a value of its state.
-        is_paged: Whether the state lies in managed memory.
-
-    Returns:
-        The optimizer.
-    """
-    cls = getattr(importlib.import_module("bitsandbytes.optim"), name)
-    pages = {"is_paged": True} if is_paged else {}
-    with _disable_current_modes():  # it computes its tables of codes
-        return cls(parameters, lr=lr, optim_bits=bits, **pages)

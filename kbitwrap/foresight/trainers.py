@@ -20,6 +20,7 @@ from .batch import ordinary_token
 from .built import BuiltTrainer
 from .fakes import FakeModel, tensors_in
 from .kernels import SAID, fused_heads_on_cuda
+from .optimizer_names import optimizer_of
 from .optimizers import OptimizerSteps, Shapes
 from .rows import ROWS, completion_length, tokenizer_of
 from .trace import ModelStep, StepRecorder
@@ -118,16 +119,10 @@ class TrainerOptimizer(OptimizerSteps):
         groups = []
         for number, group in enumerate(trainer.optimizer.param_groups):
             own = {name: value for name, value in group.items() if name != "params"}
-            if self._on_cuda and "foreach" in own and not own.get("fused"):
-                own["foreach"] = True  # torch's choice on CUDA
             chosen = zip(trained, shapes, strict=True)
             own["params"] = [one for one, shape in chosen if shape.group == number]
             groups.append(own)
-        with _disable_current_modes():  # some compute tables
-            made = cls(groups, **options)
-        if hasattr(made, "train"):
-            made.train()
-        return made
+        return optimizer_of(cls, groups, options, self._on_cuda)
 
     def _clip(self, trained: list[nn.Parameter]) -> Any:
         return self._trainer.clip(nn.ParameterList(trained))
