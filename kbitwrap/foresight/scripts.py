@@ -191,40 +191,6 @@ def _settings_of(model: nn.Module, precision: str) -> dict[str, Any]:
     return {"precision": "unprepared"}
 
 
-# keywords of from_pretrained that say how to load, and set nothing of the config
-_OF_LOADING = [
-    "device_map",
-    "low_cpu_mem_usage",
-    "max_memory",
-    "offload_folder",
-    "output_loading_info",
-    "use_safetensors",
-    "ignore_mismatched_sizes",
-    "use_kernels",
-    "key_mapping",
-    "tp_plan",
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "variant",
-    "subfolder",
-    "weights_only",
-    "adapter_kwargs",
-    "trust_remote_code",
-    "load_in_4bit",
-    "load_in_8bit",
-    "state_dict",
-    "adapter_name",
-    "commit_hash",
-    "_commit_hash",
-    "_from_auto",
-    "from_auto_class",
-    "max_shard_size",
-]
-
-
 def _build_pretrained(
     cls: Any,
     name: Any,
@@ -239,7 +205,7 @@ def _build_pretrained(
     """Build the model that ``from_pretrained`` would load, without weights."""
     config = read_config(name if config is None else config)
     for key, value in kwargs.items():
-        if key not in _OF_LOADING:
+        if hasattr(config, key):
             setattr(config, key, value)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
