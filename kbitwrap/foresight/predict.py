@@ -73,11 +73,10 @@ def predict_step(
         seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
         args: The arguments of a trainer: transformers' ``TrainingArguments``, or
             ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``GRPOConfig`` or
-            ``RewardConfig`` of TRL, ``ORPOConfig`` or ``CPOConfig`` of
-            trl.experimental. The step is then that trainer's own, of its own batch,
-            with its optimizer, checkpointing and autocast; they say the batch and the
-            length as far as they can, and ``batch_size`` and ``seq_len`` win. They are
-            not changed.
+            ``RewardConfig`` of TRL. The step is then that trainer's own, of its own
+            batch, with its optimizer, checkpointing and autocast; they say the batch
+            and the length as far as they can, and ``batch_size`` and ``seq_len`` win.
+            They are not changed.
         inputs: What the model is called with, where ``input_ids`` and ``labels``, two
             int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
             name a ``(shape, dtype)`` or a tensor. The output of a processor is taken
@@ -388,21 +387,14 @@ class StepPredictor:
         """The model, built at the first time that it is asked for, with what runs its step."""
         what = f"a {type(self._source).__name__} cannot be copied or prepared"
         with _one_at_a_time(), _explained(what):
-            simulated = self._build(cuts_first=True)
-            return simulated if simulated.is_told else self._build(cuts_first=False)
-
-    def _build(self, *, cuts_first: bool) -> SimulatedModel:
-        """Build the model, by itself or in the trainer that runs its step."""
-        if self._args is None:
             self._runner = ModelStep(self._inputs, self._optimizer, self._autocast)
-        else:
-            self._runner = Rehearsal(self._args, self._on_cuda, self._built)
-        return self._simulate(
-            self._runner.source(self._source),
-            adapt=self._runner.build,
-            is_exact=self._is_exact,
-            cuts_first=cuts_first,
-        )
+            if self._args is not None:
+                self._runner = Rehearsal(self._args, self._on_cuda, self._built)
+            return self._simulate(
+                self._runner.source(self._source),
+                adapt=self._runner.build,
+                is_exact=self._is_exact,
+            )
 
 
 @contextlib.contextmanager

@@ -138,10 +138,9 @@ class _LibraryPatches:
 
     def record_preparation(self, module: ModuleType) -> None:
         """Let PEFT's function freeze, and be told of what else it was to do."""
-        places = [module, "peft.utils", "peft.utils.other"]
-        for place in places:
-            found = sys.modules[place] if isinstance(place, str) else place
-            self.replace(found, "prepare_model_for_kbit_training", _record)
+        for name in (module.__name__, "peft.utils", "peft.utils.other"):
+            place = sys.modules[name]
+            self.replace(place, "prepare_model_for_kbit_training", _record)
 
     @staticmethod
     def refuse_backward(*_: Any, **__: Any) -> NoReturn:
