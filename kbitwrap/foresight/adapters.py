@@ -27,6 +27,18 @@ def checked(lora: Any) -> Any:
     return lora
 
 
+def are_default(lora: Any) -> bool:
+    """Return whether adapters are the default ones, of any rank: all blocks of a kind get the same of them."""
+    import peft
+
+    if type(lora) is not peft.LoraConfig:
+        return False
+    default = peft.LoraConfig(
+        r=lora.r, target_modules="all-linear", task_type=lora.task_type
+    )
+    return bool(lora == default)
+
+
 def with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     """Give a model adapters by PEFT's function.
 

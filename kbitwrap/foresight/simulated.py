@@ -22,7 +22,7 @@ from ..model.wrappers import REPLACES
 from ..preparation.engines import check_sharding
 from ..preparation.plan import plan_for
 from ..preparation.preparation import Preparation
-from .adapters import checked
+from .adapters import are_default, checked
 from .blocks import Blocks
 from .fakes import FakeModel, Memory, in_memory_of
 from .flash import built_model
@@ -103,11 +103,10 @@ def without_values(model: nn.Module) -> nn.Module:
             for name, value in vars(parameter).items():
                 vars(made)[name] = copy.deepcopy(value, memo)
         copied: nn.Module = copy.deepcopy(model, memo)
-    for module, original in zip(copied.modules(), model.modules(), strict=True):
+    for module in copied.modules():
         # functions that were made for the original, of which the copy's class has its own
         for name, value in list(vars(module).items()):
-            is_made = isinstance(value, types.FunctionType) and value.__closure__
-            if not is_made or value is not vars(original).get(name):
+            if not (isinstance(value, types.FunctionType) and value.__closure__):
                 continue
             if name == "forward":
                 raise UnsupportedModelError(
@@ -216,8 +215,11 @@ class SimulatedModel:
         self._preparation: Preparation | None = None
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
-            own = [one for one in base.parameters() if id(one) in tree.adapter_ids]
-            kept = [(one, one.dtype, one.requires_grad) for one in own]
+            kept = [
+                (one, one.dtype, one.requires_grad)
+                for one in base.parameters()
+                if id(one) in tree.adapter_ids
+            ]
             base = _prepared_by_peft(base, fields)
             for one, stored, is_trained in kept:  # they are made after it
                 one.data = one.data.to(stored)
@@ -234,12 +236,16 @@ class SimulatedModel:
             self._preparation.apply(plan_for(tree, config, engine), tree)
             self.warnings = self._preparation.plan.warnings
         adapters = None if has_adapters else checked(lora)
+        is_cut_first = are_default(adapters)  # to make fewer adapters
+        if is_cut_first:
+            self.blocks = Blocks(base, is_exact=is_exact)
         with with_statistics(base), torch.device("meta"), as_on_cpu():
             model = adapt(base, adapters)
         if self._preparation is not None:
             self._preparation.adopt(model)
         model.train()
-        self.blocks = Blocks(model, is_exact=is_exact)
+        if not is_cut_first:
+            self.blocks = Blocks(model, is_exact=is_exact)
         self.fakes = FakeModel(model)
         self.has_int8 = on_cuda and follow_cuda(model)
 
