@@ -220,8 +220,14 @@ class StepPredictor:
         self._args = args
         self._inputs, self._notes = complete(inputs)
         self._is_exact = exact
-        steps = named_steps if isinstance(optimizer, str) else OptimizerSteps
-        self._optimizer = steps(optimizer, self._on_cuda)
+        if optimizer is None:
+            self._optimizer = OptimizerSteps(None, self._on_cuda)
+        elif callable(optimizer):
+            self._optimizer = OptimizerSteps(
+                lambda trained, _: optimizer(trained), self._on_cuda
+            )
+        else:
+            self._optimizer = named_steps(optimizer, self._on_cuda)
         self._traces: dict[tuple[int, int], Trace] = {}
 
     def __call__(

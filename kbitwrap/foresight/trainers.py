@@ -90,31 +90,22 @@ def _reward(completions: Any, **_: Any) -> list[float]:
     return [float(number % 2) for number, _ in enumerate(completions)]
 
 
-class TrainerOptimizer(OptimizerSteps):
-    """The steps of the optimizer that a trainer makes, after its clipping of gradients.
+def _steps_of(trainer: Any, on_cuda: bool) -> OptimizerSteps:
+    """Return the steps of the optimizer that a trainer makes, after its clipping of gradients."""
 
-    Args:
-        trainer: The trainer.
-        on_cuda: Whether the step is one on a CUDA device.
-    """
-
-    def __init__(self, trainer: Any, on_cuda: bool) -> None:
-        super().__init__(trainer.args.optim, on_cuda)
-        self._trainer = trainer
-
-    def _make(self, trained: list[nn.Parameter], shapes: Shapes) -> Any:
-        trainer = self._trainer
+    def make(trained: list[nn.Parameter], shapes: Shapes) -> Any:
         cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         groups = []
         for number, group in enumerate(trainer.optimizer.param_groups):
-            own = {name: value for name, value in group.items() if name != "params"}
             chosen = zip(trained, shapes, strict=True)
-            own["params"] = [one for one, shape in chosen if shape.group == number]
-            groups.append(own)
-        return optimizer_of(cls, groups, options, self._on_cuda)
+            parameters = [one for one, shape in chosen if shape.group == number]
+            groups.append({**group, "params": parameters})
+        return optimizer_of(cls, groups, options, on_cuda)
 
-    def _clip(self, trained: list[nn.Parameter]) -> Any:
-        return self._trainer.clip(nn.ParameterList(trained))
+    def clip(trained: list[nn.Parameter]) -> Any:
+        return trainer.clip(nn.ParameterList(trained))
+
+    return OptimizerSteps(make, on_cuda, clip)
 
 
 class Rehearsal(ModelStep):
@@ -234,7 +225,7 @@ class Rehearsal(ModelStep):
             if self._built is not None:
                 self._built.hand_over(trainer, recorded_class)
         self._trainer = trainer
-        self.optimizer = TrainerOptimizer(trainer, self._on_cuda)
+        self.optimizer = _steps_of(trainer, self._on_cuda)
         return trainer.model  # type: ignore[no-any-return]
 
     def run(
