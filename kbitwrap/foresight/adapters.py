@@ -3,37 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedModelError
-
-# Names of modules, or of parameters: no pattern, and no number of a block.
-_PLAIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-_OF_NAMES = {
-    "target_modules",
-    "exclude_modules",
-    "modules_to_save",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-}
-_OF_ALL_LAYERS = {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "bias",
-    "use_rslora",
-    "use_dora",
-    "fan_in_fan_out",
-    "init_lora_weights",
-    "inference_mode",
-    "task_type",
-    "base_model_name_or_path",
-    "revision",
-}
 
 
 def checked(lora: Any) -> Any:
@@ -53,36 +27,16 @@ def checked(lora: Any) -> Any:
     return lora
 
 
-def numbers_no_block(lora: Any) -> bool:
-    """Return whether blocks that are alike get the same adapters, however many there are.
-
-    Args:
-        lora: The config of the adapters; ``None`` for none.
-
-    Returns:
-        Whether that is certain: the config is one of LoRA that names layers by names
-        alone, and has no field that is not known here.
-    """
+def are_default(lora: Any) -> bool:
+    """Return whether adapters are the default ones, of any rank: all blocks of a kind get the same of them."""
     import peft
 
-    if lora is None:
-        return True
     if type(lora) is not peft.LoraConfig:
         return False
-    defaults = vars(peft.LoraConfig())
-    for field, value in vars(lora).items():
-        if field in _OF_ALL_LAYERS or value == defaults[field]:
-            continue
-        if field not in _OF_NAMES or not _are_plain(value):
-            return False
-    return True
-
-
-def _are_plain(names: Any) -> bool:
-    """Return whether names say nothing of a block's number; one that is alone is a pattern."""
-    if isinstance(names, str):
-        return names == "all-linear"
-    return all(_PLAIN.fullmatch(name) for name in names)
+    default = peft.LoraConfig(
+        r=lora.r, target_modules="all-linear", task_type=lora.task_type
+    )
+    return bool(lora == default)
 
 
 def with_adapters(model: nn.Module, lora: Any) -> nn.Module:

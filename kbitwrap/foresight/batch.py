@@ -69,15 +69,9 @@ def _read(name: str, value: Any) -> Tensor:
         )
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"inputs: {name}: expected a tensor or (shape, dtype), found {_brief(value)}"
+            f"inputs: {name}: expected a tensor or (shape, dtype), found a {type(value).__name__}; "
+            "a processor returns tensors if asked by return_tensors='pt'"
         ) from error
-
-
-def _brief(value: Any) -> str:
-    """Return a value in few words: a processor that was not asked for tensors returns long lists."""
-    if isinstance(value, list):
-        return "a list; ask the processor for tensors by return_tensors='pt'"
-    return repr(value)
 
 
 def batch_shape(

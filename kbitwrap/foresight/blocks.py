@@ -156,22 +156,6 @@ class Blocks:
             for stack in self.stacks:
                 stack.keep(_INNER + 1)
 
-    def are_alike(self, model: nn.Module) -> bool:
-        """Return whether the blocks of each kind are still of one kind, after they were given more.
-
-        Args:
-            model: The model with all that it was given.
-        """
-        lists = [blocks for blocks, *_ in _outermost(model, None)]
-        if lists != [stack.blocks for stack in self.stacks]:
-            return False
-        for stack in self.stacks:
-            before = [stack.kinds[index] for index in stack.kept]
-            now = zip(before, _kinds(stack.blocks), strict=True)
-            if len(set(now)) > len(set(before)):
-                return False
-        return True
-
     @property
     def is_cut(self) -> bool:
         """Whether blocks are left out."""

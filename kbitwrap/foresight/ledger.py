@@ -59,13 +59,11 @@ class Storage:
     """A storage.
 
     Attributes:
-        asked_bytes: The bytes that were asked for.
         num_bytes: Its bytes, as an allocator counts them.
         kind: One of ``KINDS``.
         origin: Where in the step it was made.
     """
 
-    asked_bytes: int
     num_bytes: int
     kind: str
     origin: Position
@@ -138,7 +136,7 @@ class Ledger:
             The storage, to be given to ``freed``.
         """
         counted = rounded_up(num_bytes, self.rounding)
-        storage = Storage(num_bytes, counted, kind, self._last.mark)
+        storage = Storage(counted, kind, self._last.mark)
         self._last.events.append((storage, True))
         return storage
 

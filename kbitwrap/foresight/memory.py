@@ -11,23 +11,14 @@ from ..reports import Report, few, table
 from .ledger import KINDS, Levels, Peaks
 from .unknown import Unknown
 
-# The figures of a prediction as plain values, in the order in which they are told.
-_FIGURES = (
-    "precision",
-    "batch_size",
-    "seq_len",
-    "kernels",
+# Figures of a prediction that are computed of its fields.
+_COMPUTED = (
     "static_bytes",
-    "static_by_kind",
     "forward_bytes",
     "backward_bytes",
     "optimizer_bytes",
     "peak_bytes",
-    "loading_bytes",
     "by_kind",
-    "levels",
-    "traced_blocks",
-    "num_blocks",
 )
 
 
@@ -107,12 +98,10 @@ class StepMemory(Peaks, Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as plain values, ready for JSON."""
-        figures = {name: getattr(self, name) for name in _FIGURES}
-
+        figures = asdict(self)
+        for name in _COMPUTED:
+            figures[name] = getattr(self, name)
         figures["unknown_bytes"] = list(self.unknown_bytes)
-        figures["unknown"] = [asdict(part) for part in self.unknown]
-        figures["notes"] = list(self.notes)
-        figures["warnings"] = list(self.warnings)
         return figures
 
     def __str__(self) -> str:

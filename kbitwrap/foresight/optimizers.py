@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +37,22 @@ class OptimizerSteps:
     """The steps of an optimizer, by what it trains. What was run once is known.
 
     Args:
-        optimizer: One of the names, a function of the parameters, or ``None`` for no
-            step and no state.
+        make: Makes the optimizer of parameters of these shapes; ``None`` for no step and
+            no state.
         on_cuda: Whether the step is one on a CUDA device.
+        clip: Clips the gradients of parameters, where the step does; what it returns is
+            held until the step's end.
     """
 
-    def __init__(self, optimizer: Any, on_cuda: bool) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        make: Callable[[list[nn.Parameter], Shapes], Any] | None,
+        on_cuda: bool,
+        clip: Callable[[list[nn.Parameter]], Any] = lambda trained: None,
+    ) -> None:
+        self._make = make
         self._on_cuda = on_cuda
+        self._clip = clip
         self._known: dict[Shapes, tuple[Ledger, list[Run]]] = {}
 
     def __call__(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
@@ -59,14 +68,11 @@ class OptimizerSteps:
         Raises:
             ConfigError: There is no optimizer of the name.
         """
-        if self._optimizer is None:
+        if self._make is None:
             return Ledger(), []
-        if shapes not in self._known:
-            self._known[shapes] = self._run(fakes, shapes)
-        return self._known[shapes]
-
-    def _run(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
-        """Run two steps: the first one makes the state, and the second has it."""
+        if shapes in self._known:
+            return self._known[shapes]
+        # of two steps, the first one makes the state, and the second has it
         watch = Watch(on_cuda=self._on_cuda)
         kept = Watch(on_cuda=self._on_cuda)
         with fakes:
@@ -88,26 +94,20 @@ class OptimizerSteps:
                     made.step()
         _hold(kept, made, self._on_cuda)
         del held
-        return kept.close(), watch.ledger.runs()
-
-    def _make(self, trained: list[nn.Parameter], shapes: Shapes) -> Any:
-        """Make the optimizer of parameters of these shapes."""
-        if callable(self._optimizer):
-            return self._optimizer(trained)
-        return named_optimizer(self._optimizer, trained, self._on_cuda)
-
-    def _clip(self, trained: list[nn.Parameter]) -> Any:
-        """Clip the gradients, where the step does; what is returned is held until its end."""
+        self._known[shapes] = kept.close(), watch.ledger.runs()
+        return self._known[shapes]
 
 
 @functools.cache
-def named_steps(name: str, on_cuda: bool) -> OptimizerSteps:
+def named_steps(name: Any, on_cuda: bool) -> OptimizerSteps:
     """Return the steps of a named optimizer, for every model of a process.
 
     They depend on shapes alone, and one of a 7B's 448 adapters takes as long as the
     model's passes.
     """
-    return OptimizerSteps(name, on_cuda)
+    return OptimizerSteps(
+        lambda trained, _: named_optimizer(name, trained, on_cuda), on_cuda
+    )
 
 
 def _hold(watch: Watch, optimizer: Any, on_cuda: bool = False) -> None:

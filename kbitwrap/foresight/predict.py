@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..config import Precision, PrepareConfig, parse_bytes
@@ -22,9 +21,9 @@ from .loading import LOADING_HIGHEST
 from .memory import StepMemory
 from .optimizers import OptimizerSteps, named_steps
 from .quantization import unlogged
-from .search import TILE, Search
+from .search import largest
 from .simulated import PEFT, UNPREPARED, SimulatedModel
-from .trace import ModelStep, Trace, trace
+from .trace import ModelStep, Step, Trace, trace
 from .trainer_arguments import (
     batch_of,
     check_alone,
@@ -34,8 +33,7 @@ from .trainer_arguments import (
 from .trainers import Rehearsal
 from .unknown import Unknown, sampled_bytes, unknowns
 
-# The settings of models that are numbers of tokens.
-_OF_TOKENS = re.compile("block|chunk|context|length|local|max|position|window")
+_OVER_EVERY_BUDGET = 1 << 80  # bytes
 # the default dtype, and what transformers is told, are those of the process
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -75,11 +73,10 @@ def predict_step(
         seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
         args: The arguments of a trainer: transformers' ``TrainingArguments``, or
             ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``GRPOConfig`` or
-            ``RewardConfig`` of TRL, ``ORPOConfig`` or ``CPOConfig`` of
-            trl.experimental. The step is then that trainer's own, of its own batch,
-            with its optimizer, checkpointing and autocast; they say the batch and the
-            length as far as they can, and ``batch_size`` and ``seq_len`` win. They are
-            not changed.
+            ``RewardConfig`` of TRL. The step is then that trainer's own, of its own
+            batch, with its optimizer, checkpointing and autocast; they say the batch
+            and the length as far as they can, and ``batch_size`` and ``seq_len`` win.
+            They are not changed.
         inputs: What the model is called with, where ``input_ids`` and ``labels``, two
             int64 tensors of shape ``(batch_size, seq_len)``, do not describe it: by
             name a ``(shape, dtype)`` or a tensor. The output of a processor is taken
@@ -223,8 +220,14 @@ class StepPredictor:
         self._args = args
         self._inputs, self._notes = complete(inputs)
         self._is_exact = exact
-        steps = named_steps if isinstance(optimizer, str) else OptimizerSteps
-        self._optimizer = steps(optimizer, self._on_cuda)
+        if optimizer is None:
+            self._optimizer = OptimizerSteps(None, self._on_cuda)
+        elif callable(optimizer):
+            self._optimizer = OptimizerSteps(
+                lambda trained, _: optimizer(trained), self._on_cuda
+            )
+        else:
+            self._optimizer = named_steps(optimizer, self._on_cuda)
         self._traces: dict[tuple[int, int], Trace] = {}
 
     def __call__(
@@ -292,42 +295,16 @@ class StepPredictor:
             The number of tokens; 0 where not even one fits, or loading the model does
             not.
         """
-        if not self._can_load(budget):
-            return 0
         limit = min(self.max_seq_len or MOST_TOKENS, MOST_TOKENS // batch_size)
 
-        def trace_at(seq_len: int) -> Trace | None:
+        def peak_bytes(seq_len: int) -> int:
             try:
-                return self._trace(batch_size, seq_len)
+                return self._step(batch_size, seq_len).peak_bytes
             except TooLongError:  # some positions of the model's own longest are taken
-                return None
+                return _OVER_EVERY_BUDGET
 
         known = [other[1] for other in self._traces if other[0] == batch_size]
-        search = Search(
-            trace_at,
-            self._peak_of,
-            parse_bytes(budget),
-            limit,
-            self._numbers_of_tokens(),
-            TILE,
-        )
-        return search(known or [2048])
-
-    def _numbers_of_tokens(self) -> set[int]:
-        """Return the numbers in the model's config that a length may be compared with, such as that of a window."""
-        from transformers import PretrainedConfig
-
-        found: set[int] = set()
-        fields = [("", getattr(self._simulated.fakes.model, "config", None))]
-        while fields:
-            name, value = fields.pop()
-            if isinstance(value, PretrainedConfig):
-                fields += vars(value).items()
-            elif isinstance(value, dict):
-                fields += value.items()
-            elif isinstance(value, int) and _OF_TOKENS.search(str(name)):
-                found.add(value)
-        return found
+        return self._largest(peak_bytes, budget, known or [2048], limit)
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
         """Find the largest batch whose step fits a budget.
@@ -341,29 +318,42 @@ class StepPredictor:
             The number of sequences; 0 where not even one fits, or loading the model
             does not.
         """
-        if not self._can_load(budget):
-            return 0
         known = [other[0] for other in self._traces if other[1] == seq_len]
-        search = Search(
-            lambda number: self._trace(number, seq_len),
-            self._peak_of,
-            parse_bytes(budget),
+        return self._largest(
+            lambda number: self._step(number, seq_len).peak_bytes,
+            budget,
+            known or [1],
             MOST_TOKENS // seq_len,
         )
-        return search(known or [1])
 
-    def _can_load(self, budget: int | str) -> bool:
-        """Return whether a budget holds what loading the model takes, without which there is no step."""
-        return (self._loading_bytes or 0) <= parse_bytes(budget)
+    def _largest(
+        self,
+        peak_bytes: Callable[[int], int],
+        budget: int | str,
+        numbers: list[int],
+        limit: int,
+    ) -> int:
+        """Find the largest number whose step fits a budget that holds what loading takes."""
+        limit_bytes = parse_bytes(budget)
+        if (self._loading_bytes or 0) > limit_bytes:
+            return 0
+
+        def num_bytes(number: int) -> int:
+            if number > 0:
+                return peak_bytes(number)
+            held = [self._step(*batch).held.total() for batch in self._traces]
+            return max(held, default=0)
+
+        return largest(num_bytes, limit_bytes, numbers, limit)
 
     @property
     def _loading_bytes(self) -> int | None:
         """The most that loading the model holds on the device; ``None`` where it is not known."""
         return self._simulated.loading_bytes if self._on_cuda else None
 
-    def _peak_of(self, found: Trace) -> int:
-        """Return the peak of a step on each of the devices."""
-        return self._devices.on_each(found.step()).peak_bytes
+    def _step(self, batch_size: int, seq_len: int) -> Step:
+        """Return the step of a batch on each of the devices."""
+        return self._devices.on_each(self._trace(batch_size, seq_len).step())
 
     def _trace(self, batch_size: int, seq_len: int) -> Trace:
         """Run the step of a batch, unless it was run before."""
@@ -403,21 +393,14 @@ class StepPredictor:
         """The model, built at the first time that it is asked for, with what runs its step."""
         what = f"a {type(self._source).__name__} cannot be copied or prepared"
         with _one_at_a_time(), _explained(what):
-            simulated = self._build(cuts_first=True)
-            return simulated if simulated.is_told else self._build(cuts_first=False)
-
-    def _build(self, *, cuts_first: bool) -> SimulatedModel:
-        """Build the model, by itself or in the trainer that runs its step."""
-        if self._args is None:
             self._runner = ModelStep(self._inputs, self._optimizer, self._autocast)
-        else:
-            self._runner = Rehearsal(self._args, self._on_cuda, self._built)
-        return self._simulate(
-            self._runner.source(self._source),
-            adapt=self._runner.build,
-            is_exact=self._is_exact,
-            cuts_first=cuts_first,
-        )
+            if self._args is not None:
+                self._runner = Rehearsal(self._args, self._on_cuda, self._built)
+            return self._simulate(
+                self._runner.source(self._source),
+                adapt=self._runner.build,
+                is_exact=self._is_exact,
+            )
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 def _four_bit_product(*args: Any, **kwargs: Any) -> Tensor:
@@ -230,24 +228,3 @@ def warm_tables() -> None:
     functional: Any = sys.modules.get("bitsandbytes.functional")
     if functional is not None:
         functional.quantize_blockwise(torch.ones(256, device="cpu"))
-
-
-def library_optimizer(
-    name: str, parameters: Any, lr: float, bits: int, is_paged: bool
-) -> Any:
-    """Make an optimizer of bitsandbytes: small states stay in float32, and large paged ones lie in managed memory.
-
-    Args:
-        name: The name of its class.
-        parameters: What it trains.
-        lr: The learning rate.
-        bits: The bits of a value of its state.
-        is_paged: Whether the state lies in managed memory.
-
-    Returns:
-        The optimizer.
-    """
-    cls = getattr(importlib.import_module("bitsandbytes.optim"), name)
-    pages = {"is_paged": True} if is_paged else {}
-    with _disable_current_modes():  # it computes its tables of codes
-        return cls(parameters, lr=lr, optim_bits=bits, **pages)

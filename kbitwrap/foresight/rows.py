@@ -64,20 +64,6 @@ def _pair(args: Any, token: int, seq_len: int) -> Row:
     }
 
 
-def _tokenized_pair(args: Any, token: int, seq_len: int) -> Row:
-    """Return the same pair as ORPO and CPO keep it: whole sequences, whose labels leave the prompt out."""
-    prompt = seq_len // 2
-    row: Row = {
-        "prompt_input_ids": [token] * prompt,
-        "prompt_attention_mask": [1] * prompt,
-    }
-    for answer in ("chosen", "rejected"):
-        row[f"{answer}_input_ids"] = [token] * seq_len
-        row[f"{answer}_attention_mask"] = [1] * seq_len
-        row[f"{answer}_labels"] = [-100] * prompt + [token] * (seq_len - prompt)
-    return row
-
-
 def _unpaired(args: Any, token: int, seq_len: int) -> Row:
     """Return a prompt of half the length with one answer, and another's answer where the loss compares with those."""
     prompt = seq_len // 2
@@ -125,22 +111,19 @@ _COMPLETIONS = (
     "prompts and completions are given: what generates completions, and what scores them, "
     "is not in the step"
 )
-_PAIRED = "prompts of pairs are taken to be half of each sequence"
-_DESIRED = (
-    "prompts are taken to be half of each sequence, and all completions to be desirable"
-)
-_PAIR: Row = {"prompt": _WORD, "chosen": f" {_WORD}", "rejected": f" {_WORD}"}
 
 ROWS = {
     "Trainer": Rows({"input_ids": [0], "labels": [0]}, _tokens),
     "SFTTrainer": Rows({"input_ids": [0, 0, 0, 0]}, _tokens),
-    "DPOTrainer": Rows(_PAIR, _pair, _PAIRED),
-    "ORPOTrainer": Rows(_PAIR, _tokenized_pair, _PAIRED),
-    "CPOTrainer": Rows(_PAIR, _tokenized_pair, _PAIRED),
+    "DPOTrainer": Rows(
+        {"prompt": _WORD, "chosen": f" {_WORD}", "rejected": f" {_WORD}"},
+        _pair,
+        "prompts of pairs are taken to be half of each sequence",
+    ),
     "KTOTrainer": Rows(
         {"prompt": _WORD, "completion": f" {_WORD}", "label": True},
         _unpaired,
-        _DESIRED,
+        "prompts are taken to be half of each sequence, and all completions to be desirable",
     ),
     "RewardTrainer": Rows({"chosen": _text(2), "rejected": _text(2)}, _ranked),
     "GRPOTrainer": Rows({"prompt": _WORD}, _prompt, _COMPLETIONS),

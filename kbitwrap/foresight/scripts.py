@@ -138,10 +138,9 @@ class _LibraryPatches:
 
     def record_preparation(self, module: ModuleType) -> None:
         """Let PEFT's function freeze, and be told of what else it was to do."""
-        places = [module, "peft.utils", "peft.utils.other"]
-        for place in places:
-            found = sys.modules[place] if isinstance(place, str) else place
-            self.replace(found, "prepare_model_for_kbit_training", _record)
+        for name in (module.__name__, "peft.utils", "peft.utils.other"):
+            place = sys.modules[name]
+            self.replace(place, "prepare_model_for_kbit_training", _record)
 
     @staticmethod
     def refuse_backward(*_: Any, **__: Any) -> NoReturn:
@@ -192,40 +191,6 @@ def _settings_of(model: nn.Module, precision: str) -> dict[str, Any]:
     return {"precision": "unprepared"}
 
 
-# keywords of from_pretrained that say how to load, and set nothing of the config
-_OF_LOADING = [
-    "device_map",
-    "low_cpu_mem_usage",
-    "max_memory",
-    "offload_folder",
-    "output_loading_info",
-    "use_safetensors",
-    "ignore_mismatched_sizes",
-    "use_kernels",
-    "key_mapping",
-    "tp_plan",
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "variant",
-    "subfolder",
-    "weights_only",
-    "adapter_kwargs",
-    "trust_remote_code",
-    "load_in_4bit",
-    "load_in_8bit",
-    "state_dict",
-    "adapter_name",
-    "commit_hash",
-    "_commit_hash",
-    "_from_auto",
-    "from_auto_class",
-    "max_shard_size",
-]
-
-
 def _build_pretrained(
     cls: Any,
     name: Any,
@@ -240,7 +205,7 @@ def _build_pretrained(
     """Build the model that ``from_pretrained`` would load, without weights."""
     config = read_config(name if config is None else config)
     for key, value in kwargs.items():
-        if key not in _OF_LOADING:
+        if hasattr(config, key):
             setattr(config, key, value)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation

@@ -22,7 +22,7 @@ from ..model.wrappers import REPLACES
 from ..preparation.engines import check_sharding
 from ..preparation.plan import plan_for
 from ..preparation.preparation import Preparation
-from .adapters import checked, numbers_no_block
+from .adapters import are_default, checked
 from .blocks import Blocks
 from .fakes import FakeModel, Memory, in_memory_of
 from .flash import built_model
@@ -103,11 +103,10 @@ def without_values(model: nn.Module) -> nn.Module:
             for name, value in vars(parameter).items():
                 vars(made)[name] = copy.deepcopy(value, memo)
         copied: nn.Module = copy.deepcopy(model, memo)
-    for module, original in zip(copied.modules(), model.modules(), strict=True):
+    for module in copied.modules():
         # functions that were made for the original, of which the copy's class has its own
         for name, value in list(vars(module).items()):
-            is_made = isinstance(value, types.FunctionType) and value.__closure__
-            if not is_made or value is not vars(original).get(name):
+            if not (isinstance(value, types.FunctionType) and value.__closure__):
                 continue
             if name == "forward":
                 raise UnsupportedModelError(
@@ -169,14 +168,10 @@ class SimulatedModel:
         adapt: Gives the model adapters of a config; of ``None``, where it has some.
         is_exact: Whether to keep all blocks.
         on_cuda: Whether it computes as on CUDA.
-        cuts_first: Whether blocks may be left out before the others get adapters, which
-            takes less.
 
     Attributes:
         fakes: The model, of fake tensors.
         blocks: Those of its blocks that are kept.
-        is_told: Whether they tell what the others do; false where adapters made
-            differences between blocks that were alike, and some were left out before.
         has_int8: Whether it has 8-bit layers, and computes as on CUDA.
         loading_bytes: The most that loading holds; ``None`` where it is not known.
         warnings: What a user has to know of the preparation.
@@ -196,7 +191,6 @@ class SimulatedModel:
         adapt: Callable[[nn.Module, Any], nn.Module],
         is_exact: bool,
         on_cuda: bool,
-        cuts_first: bool = True,
     ) -> None:
         base = base_of(source, quantization_config, dtype)
         if engine is not None:
@@ -221,8 +215,11 @@ class SimulatedModel:
         self._preparation: Preparation | None = None
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
-            own = [one for one in base.parameters() if id(one) in tree.adapter_ids]
-            kept = [(one, one.dtype, one.requires_grad) for one in own]
+            kept = [
+                (one, one.dtype, one.requires_grad)
+                for one in base.parameters()
+                if id(one) in tree.adapter_ids
+            ]
             base = _prepared_by_peft(base, fields)
             for one, stored, is_trained in kept:  # they are made after it
                 one.data = one.data.to(stored)
@@ -239,19 +236,16 @@ class SimulatedModel:
             self._preparation.apply(plan_for(tree, config, engine), tree)
             self.warnings = self._preparation.plan.warnings
         adapters = None if has_adapters else checked(lora)
-        is_early = cuts_first and not is_exact and numbers_no_block(adapters)
-        if is_early:
-            self.blocks = Blocks(base, is_exact=False)
+        is_cut_first = are_default(adapters)  # to make fewer adapters
+        if is_cut_first:
+            self.blocks = Blocks(base, is_exact=is_exact)
         add_statistics(base)
         with torch.device("meta"), as_on_cpu():
             model = adapt(base, adapters)
         if self._preparation is not None:
             self._preparation.adopt(model)
         model.train()
-        self.is_told = True
-        if is_early:
-            self.is_told = self.blocks.are_alike(model)
-        else:
+        if not is_cut_first:
             self.blocks = Blocks(model, is_exact=is_exact)
         self.fakes = FakeModel(model)
         self.has_int8 = on_cuda and follow_cuda(model)
@@ -270,21 +264,24 @@ def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
 
 
 def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    """Prepare a model by PEFT's own function; raises ``ConfigError`` for a field that the function does not take."""
     import peft
 
     prepare: Any = peft.prepare_model_for_kbit_training
     while (own := vars(prepare).get(REPLACES)) is not None:
         prepare = own
-    known = {"gradient_checkpointing", "gradient_checkpointing_kwargs"}
-    unknown = {*fields} - known
-    if unknown:
+    others = dict(fields)
+    options = {
+        "use_gradient_checkpointing": others.pop("gradient_checkpointing", True),
+        "gradient_checkpointing_kwargs": others.pop(
+            "gradient_checkpointing_kwargs", None
+        ),
+    }
+    if others:
         raise ConfigError(
-            f"precision 'peft' knows no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}"
+            "precision 'peft': expected gradient_checkpointing and gradient_checkpointing_kwargs alone, "
+            f"found {', '.join(others)}"
         )
-    options = dict(fields)
-    if "gradient_checkpointing" in options:
-        is_on = options.pop("gradient_checkpointing")
-        options["use_gradient_checkpointing"] = is_on
     try:
         with torch.device("meta"):
             prepared: nn.Module = prepare(model, **options)

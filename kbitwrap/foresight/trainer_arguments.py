@@ -80,11 +80,12 @@ def trainer_class(args: Any) -> Any:
     )
 
 
-def quiet_copy(args: Any) -> Any:
+def quiet_copy(args: Any, on_cuda: bool) -> Any:
     """Copy the arguments of a trainer, for a step that leaves nothing behind.
 
     Args:
         args: The arguments, which are not changed.
+        on_cuda: Whether the operations of a CUDA device are followed.
 
     Returns:
         The copy: it does not log, save, evaluate or report, and has no device.
@@ -102,6 +103,13 @@ def quiet_copy(args: Any) -> Any:
             "args.model_init_kwargs: what kernels of the hub hold is not known: leave out "
             "use_kernels, and an attn_implementation of the hub"
         )
+    checkpointing = getattr(args, "activation_checkpointing_kwargs", None) or {}
+    is_offloaded = getattr(args, "activation_offloading", False)
+    if on_cuda and (is_offloaded or checkpointing.get("offload")):
+        raise ConfigError(
+            "args.activation_offloading: what stays on a CUDA device with it is not "
+            "predicted: leave it out for the most that the step holds"
+        )
     refuse_unpredicted(str(getattr(args.optim, "value", args.optim)))
     copied = copy.copy(args)
     fields = vars(copied)
@@ -113,8 +121,6 @@ def quiet_copy(args: Any) -> Any:
     for name, value in _QUIET.items():
         if hasattr(copied, name):
             fields[name] = value
-    for name in ("logging_strategy", "save_strategy", "eval_strategy"):
-        fields[name] = type(getattr(args, name))("no")
     for name in [name for name in fields if name.endswith("_setup_devices")]:
         del fields[name]  # a cached device
     return copied
@@ -142,16 +148,6 @@ def check_alone(args: Any, optimizer: Any, autocast: Any, inputs: Any) -> None:
     if inputs is not None:
         raise ConfigError(
             "inputs: the batch is the one that the trainer's collator makes: leave them out"
-        )
-
-
-def check_on_cuda(args: Any) -> None:
-    """Refuse what moves activations to the host, where a CPU would leave them in their place."""
-    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or {}
-    if getattr(args, "activation_offloading", False) or kwargs.get("offload"):
-        raise ConfigError(
-            "args.activation_offloading: what stays on a CUDA device with it is not "
-            "predicted: leave it out for the most that the step holds"
         )
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import sys
 import tempfile
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +14,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
 from ..model.pretrained import classes_of, read_config
+from .adapters import with_adapters
 from .batch import ordinary_token
 from .built import BuiltTrainer
 from .fakes import FakeModel, tensors_in
 from .kernels import fused_heads_on_cuda
+from .optimizer_names import optimizer_of
 from .optimizers import OptimizerSteps, Shapes
 from .rows import ROWS, completion_length, tokenizer_of
 from .trace import ModelStep, StepRecorder
-from .trainer_arguments import check_on_cuda, quiet_copy, trainer_class
-from .untouched import ProcessState
-
-_PREPARES = "prepare_model_for_kbit_training"
+from .trainer_arguments import quiet_copy, trainer_class
+from .untouched import process_of_trainer
 
 
 def recorded_class(cls: Any) -> Any:
@@ -41,22 +39,15 @@ def recorded_class(cls: Any) -> Any:
     """
 
     class RecordedTrainer(cls):  # type: ignore[misc]
-        recorder: StepRecorder | None = None
+        recorder: Any = None
         completion: list[int] = []  # noqa: RUF012
-        _batches: Any = None
 
         def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-            """Draw batches with values: samplers and loaders use random numbers."""
+            """Draw batches with values, as samplers and loaders use random numbers; the step begins with them."""
             with _disable_current_modes():
                 found = super().get_batch_samples(*args, **kwargs)
-            self._batches = found[0]
+            self.recorder.begin(tensors_in(found[0]))
             return found
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if self._batches is not None and self.recorder is not None:
-                self.recorder.begin(tensors_in(self._batches))
-            self._batches = None
-            return super().training_step(*args, **kwargs)
 
         def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
             """Make it with values: some compute tables."""
@@ -67,11 +58,10 @@ def recorded_class(cls: Any) -> Any:
             return 0.0
 
         def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
-            if self.recorder is not None:
-                groups: dict[int, int] = {}
-                for number, group in enumerate(self.optimizer.param_groups):
-                    groups |= dict.fromkeys(map(id, group["params"]), number)
-                self.recorder.end(groups)
+            groups: dict[int, int] = {}
+            for number, group in enumerate(self.optimizer.param_groups):
+                groups |= dict.fromkeys(map(id, group["params"]), number)
+            self.recorder.end(groups)
             return 0.0
 
         def clip(self, model: nn.Module) -> Any:
@@ -100,37 +90,22 @@ def _reward(completions: Any, **_: Any) -> list[float]:
     return [float(number % 2) for number, _ in enumerate(completions)]
 
 
-class TrainerOptimizer(OptimizerSteps):
-    """The steps of the optimizer that a trainer makes, after its clipping of gradients.
+def _steps_of(trainer: Any, on_cuda: bool) -> OptimizerSteps:
+    """Return the steps of the optimizer that a trainer makes, after its clipping of gradients."""
 
-    Args:
-        trainer: The trainer.
-        on_cuda: Whether the step is one on a CUDA device.
-    """
-
-    def __init__(self, trainer: Any, on_cuda: bool) -> None:
-        super().__init__(trainer.args.optim, on_cuda)
-        self._trainer = trainer
-
-    def _make(self, trained: list[nn.Parameter], shapes: Shapes) -> Any:
-        trainer = self._trainer
+    def make(trained: list[nn.Parameter], shapes: Shapes) -> Any:
         cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         groups = []
         for number, group in enumerate(trainer.optimizer.param_groups):
-            own = {name: value for name, value in group.items() if name != "params"}
-            if self._on_cuda and "foreach" in own and not own.get("fused"):
-                own["foreach"] = True  # torch's choice on CUDA
             chosen = zip(trained, shapes, strict=True)
-            own["params"] = [one for one, shape in chosen if shape.group == number]
-            groups.append(own)
-        with _disable_current_modes():  # some compute tables
-            made = cls(groups, **options)
-        if hasattr(made, "train"):
-            made.train()
-        return made
+            parameters = [one for one, shape in chosen if shape.group == number]
+            groups.append({**group, "params": parameters})
+        return optimizer_of(cls, groups, options, on_cuda)
 
-    def _clip(self, trained: list[nn.Parameter]) -> Any:
-        return self._trainer.clip(nn.ParameterList(trained))
+    def clip(trained: list[nn.Parameter]) -> Any:
+        return trainer.clip(nn.ParameterList(trained))
+
+    return OptimizerSteps(make, on_cuda, clip)
 
 
 class Rehearsal(ModelStep):
@@ -153,17 +128,15 @@ class Rehearsal(ModelStep):
         self._class = trainer_class(args)
         self._name: str = self._class.__name__
         rows = ROWS.get(self._name)
-        if rows is None or not hasattr(self._class, "_get_grad_norm"):
+        if rows is None:
             raise ConfigError(f"args: the step of {self._name} is not predicted")
         self._rows = rows
-        self._args = quiet_copy(args)
-        if on_cuda:
-            check_on_cuda(args)
+        self._args = quiet_copy(args, on_cuda)
         self._is_fp16 = args.fp16
         self._uses_engine = getattr(args, "use_vllm", False)
         self._on_cuda = on_cuda
         self._built = built
-        self._process = ProcessState()
+        self._shared: list[dict[str, Any]] = [{}, {}, {}]
         self._trainer: Any = None
         self._token = 0
         said = (built.note if built is not None else "") or rows.said
@@ -195,7 +168,7 @@ class Rehearsal(ModelStep):
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
         """Let the process have the trainer's state."""
-        return self._process.in_force()
+        return process_of_trainer(self._shared)
 
     def build(self, model: Any, lora: Any) -> nn.Module:
         """Make the trainer.
@@ -210,20 +183,7 @@ class Rehearsal(ModelStep):
         Raises:
             ConfigError: The trainer refuses the arguments.
         """
-        with self.in_force(), tempfile.TemporaryDirectory() as folder:
-            self._args.output_dir = folder
-            try:
-                trainer = self._make_trainer(model, lora)
-            except (ValueError, NotImplementedError, ImportError) as error:
-                said = str(error).partition("\n")[0]
-                raise ConfigError(f"args: {self._name} refuses them: {said}") from error
-        self._trainer = trainer
-        self.optimizer = TrainerOptimizer(trainer, self._on_cuda)
-        return trainer.model  # type: ignore[no-any-return]
-
-    def _make_trainer(self, model: Any, lora: Any) -> Any:
-        """Make the trainer by its own constructor, and take from it what needs a device."""
-        _ = self._args.device  # is set up before there is an accelerator
+        args = self._args
         self._token = ordinary_token(model)
         if getattr(model, "hf_device_map", None) is not None:
             model.hf_device_map = {"": "cpu"}
@@ -232,37 +192,41 @@ class Rehearsal(ModelStep):
             self._built.prepare(model)
         takes = inspect.signature(self._class.__init__).parameters
         options: dict[str, Any] = {}
-        if lora is not None and "peft_config" in takes:
+        if "peft_config" in takes:
             options["peft_config"] = lora
-        elif lora is not None:
-            model = importlib.import_module("peft").get_peft_model(model, lora)
+        else:
+            model = with_adapters(model, lora)
         if "reward_funcs" in takes:
             options["reward_funcs"] = _reward
-        rows: Any = [self._rows.first] * 4
-        if self._name != "Trainer":
-            rows = importlib.import_module("datasets").Dataset.from_list(rows)
-            tokenizer = tokenizer_of(vocabulary_size, self._token)
-            options["processing_class"] = tokenizer
-        module = sys.modules[self._class.__module__]
-        with contextlib.ExitStack() as stack:
-            if hasattr(module, _PREPARES):  # the model is prepared already
-                leave = mock.patch.object(module, _PREPARES, lambda model, **_: model)
-                stack.enter_context(leave)
-            trainer = recorded_class(self._class)(
-                model=model, args=self._args, train_dataset=rows, **options
-            )
-        accelerator = trainer.accelerator
-        accelerator.device_placement = False  # the model is where it is
-        accelerator.free_memory = lambda *objects: objects  # there is none
-        printer = importlib.import_module("transformers").PrinterCallback
-        trainer.remove_callback(printer)
-        if self._is_fp16:
-            accelerator.state._mixed_precision = "fp16"
-        if self._uses_engine:
-            trainer.use_vllm = True
-        if self._built is not None:
-            self._built.hand_over(trainer, recorded_class)
-        return trainer
+        with self.in_force(), tempfile.TemporaryDirectory() as folder:
+            args.output_dir = folder
+            _ = args.device  # is set up before there is an accelerator
+            rows: Any = [self._rows.first] * 4
+            if self._name != "Trainer":
+                rows = importlib.import_module("datasets").Dataset.from_list(rows)
+                tokenizer = tokenizer_of(vocabulary_size, self._token)
+                options["processing_class"] = tokenizer
+            try:
+                trainer = recorded_class(self._class)(
+                    model=model, args=args, train_dataset=rows, **options
+                )
+            except (ValueError, NotImplementedError, ImportError) as error:
+                said = str(error).partition("\n")[0]
+                raise ConfigError(f"args: {self._name} refuses them: {said}") from error
+            accelerator = trainer.accelerator
+            accelerator.device_placement = False  # the model is where it is
+            accelerator.free_memory = lambda *objects: objects  # there is none
+            printer = importlib.import_module("transformers").PrinterCallback
+            trainer.remove_callback(printer)
+            if self._is_fp16:
+                accelerator.state._mixed_precision = "fp16"
+            if self._uses_engine:
+                trainer.use_vllm = True
+            if self._built is not None:
+                self._built.hand_over(trainer, recorded_class)
+        self._trainer = trainer
+        self.optimizer = _steps_of(trainer, self._on_cuda)
+        return trainer.model  # type: ignore[no-any-return]
 
     def run(
         self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
@@ -273,7 +237,16 @@ class Rehearsal(ModelStep):
             if isinstance(value, Tensor) and value.is_meta:
                 # weights of rewards and the like: no size depends on their values
                 vars(trainer)[name] = torch.ones(value.shape, dtype=value.dtype)
-        number = self._set_batch_size(batch_size)
+        args = self._args
+        args.per_device_train_batch_size = trainer._train_batch_size = batch_size
+        number = batch_size * args.gradient_accumulation_steps
+        steps = getattr(args, "steps_per_generation", None)
+        if steps is not None:
+            number *= steps
+            args.generation_batch_size = batch_size * steps
+            if args.generation_batch_size % args.num_generations:
+                # of how many prompts they are changes no size
+                trainer.num_generations = args.generation_batch_size
         if self._built is not None and self._built.seq_len == seq_len:
             rows = self._built.rows(number)
         else:
@@ -296,17 +269,3 @@ class Rehearsal(ModelStep):
     ) -> None:
         """Run a whole step, which the trainer's loop does not do by halves."""
         self.run(fakes, batch_size, seq_len, recorder)
-
-    def _set_batch_size(self, batch_size: int) -> int:
-        """Set the size of batches, and return the number of rows in a step."""
-        args = self._args
-        args.per_device_train_batch_size = batch_size
-        self._trainer._train_batch_size = batch_size
-        steps = getattr(args, "steps_per_generation", None)
-        if steps is None:
-            return batch_size * args.gradient_accumulation_steps  # type: ignore[no-any-return]
-        args.generation_batch_size = batch_size * steps
-        if args.generation_batch_size % args.num_generations:
-            # of how many prompts they are changes no size
-            self._trainer.num_generations = args.generation_batch_size
-        return args.generation_batch_size * max(1, args.gradient_accumulation_steps)  # type: ignore[no-any-return]

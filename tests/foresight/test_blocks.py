@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
-from peft import IA3Config, LoraConfig
+from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 from kbitwrap import StepMemory, predict_step
@@ -120,28 +119,6 @@ def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
 def test_adapters_that_name_blocks_by_number_are_made_of_all_of_them(fields: dict[str, Any]) -> None:
     cut, all_ = both(config("Llama", num_hidden_layers=10), lora=LoraConfig(**fields), quantization_config=NF4)
     assert figures(cut) == figures(all_)
-
-
-@pytest.mark.thorough
-def test_blocks_that_adapters_are_not_told_apart_by_are_left_out_before_these_are_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[int] = []
-    get_peft_model = peft.get_peft_model
-
-    def counted(model: Any, *args: Any) -> Any:
-        made.append(len(model.model.layers))
-        return get_peft_model(model, *args)
-
-    monkeypatch.setattr(peft, "get_peft_model", counted)
-    model = config("Llama", num_hidden_layers=7)
-    settings = {"quantization_config": NF4, "batch_size": 1, "seq_len": 8}
-    for lora in (LORA, LoraConfig(r=2, target_modules="all-linear", use_dora=True)):
-        assert predict_step(model, lora=lora, **settings).num_blocks == 7
-    assert made == [5, 5]
-    made.clear()
-    predict_step(model, lora=IA3Config(target_modules=["q_proj"], feedforward_modules=[]), **settings)
-    assert made == [7]
 
 
 @pytest.mark.thorough

@@ -73,8 +73,8 @@ REFUSED = {
     "adamw_torch_4bit": "compiled",
     "adamw_torch_8bit": "compiled",
     "stable_adamw": "reads values",
-    "adamw_torch_xla": "other devices",
-    "adamw_torch_npu_fused": "other devices",
+    "adamw_torch_xla": "cannot be made",
+    "adamw_torch_npu_fused": "cannot be made",
 }
 
 

@@ -87,7 +87,7 @@ SHAPES = {
     "vocab_size": 160,
     "dtype": "bfloat16",
 }
-WINDOW = 93  # tokens, to which kernels pad nothing
+WINDOW = 93  # tokens
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
@@ -130,14 +130,6 @@ def test_what_a_search_finds_fits_in_a_trace_of_its_own_and_one_more_does_not(
 
 
 @pytest.mark.thorough
-def test_a_sequence_that_fills_a_window_is_not_told_by_shorter_ones() -> None:
-    search, anew = (predictor("Mistral with a window", "none", kernels="cpu") for _ in range(2))
-    for seq_len in range(WINDOW - 3, WINDOW):
-        search(1, seq_len)
-    assert search.longest_sequence(anew(1, WINDOW).peak_bytes - 1) == WINDOW - 1
-
-
-@pytest.mark.thorough
 def test_a_search_runs_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     predict = predictor("Mistral with a window", "compute")
     anew = predictor("Mistral with a window", "compute")
@@ -153,7 +145,3 @@ def test_a_search_runs_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepPredictor, "_run", counted)
     assert predict.longest_sequence(budget) >= 3001
     assert len(runs) <= 4
-    runs.clear()
-    assert predict.longest_sequence(anew(1, 2001).peak_bytes) == 2001  # between two that were run
-    assert anew(1, 2002).peak_bytes > anew(1, 2001).peak_bytes
-    assert {seq_len for _, seq_len in runs} <= {2001, 2002}  # those of the other predictor
