@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..config import StrPath
 from ..errors import ConfigError, ExportError
-from ..export.export import save_model, why_not_streamed
+from ..export.export import save_model, saves_itself
 from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm
 from ..export.merge import Merged, merge_into
 from ..export.ties import configs_of_all
@@ -290,7 +290,9 @@ def _taken_over(
         parts[part] = None
 
     told = f"{len(unexpected):,} tensors of the base that a {type(model).__name__} does not build"
-    why = why_not_streamed(type(model))
+    why = ""
+    if saves_itself(type(model)):
+        why = "its class has its own save_pretrained"
     dtypes = {stored.dtype for stored in unexpected.values()}
     has_codes = not dtypes <= {*HALF_DTYPES, torch.float32}
     settings = getattr(model.config, "quantization_config", None)

@@ -45,8 +45,6 @@ from .writer import (
 )
 
 _METADATA = {"format": "pt"}
-# safetensors.torch.save_file, as transformers' own save_pretrained calls it
-_SAVE_FILE = "safe_save_file"
 
 
 def export_model(
@@ -68,7 +66,11 @@ def export_model(
     """
     start = time.perf_counter()
     live = model if live is None else live
-    _refuse_unsavable(processing_class)
+    if not (processing_class is None or hasattr(processing_class, "save_pretrained")):
+        raise ConfigError(
+            "processing_class: expected a tokenizer, a processor or another object with "
+            f"save_pretrained, found a {type(processing_class).__name__}"
+        )
     if form != MergeForm() and not merge_adapters:
         raise ConfigError(
             "merge_as and seed are for a merged model: give merge_adapters=True"
@@ -130,15 +132,6 @@ def export_model(
             )
 
         return gathering.lead(write)
-
-
-def _refuse_unsavable(processing_class: Any) -> None:
-    if processing_class is None or hasattr(processing_class, "save_pretrained"):
-        return
-    raise ConfigError(
-        "processing_class: expected a tokenizer, a processor or another object with "
-        f"save_pretrained, found a {type(processing_class).__name__}"
-    )
 
 
 def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> ModelTree:
@@ -206,11 +199,10 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
         _refusing(model, "the model is as it was"),
     ):
         options = _settle(model)
-        reason = why_not_streamed(type(model))
-        if reason is not None:
+        if saves_itself(type(model)):
             raise ExportError(
-                f"{reason}, so its tensors cannot be handed out one at a time; "
-                "export them merged instead"
+                f"{type(model).__name__} has its own save_pretrained, so its tensors "
+                "cannot be handed out one at a time; export them merged instead"
             )
         tensors, _ = _lay_out(model, Path(folder), options)
         return tensors
@@ -269,12 +261,11 @@ def save_model(
 ) -> None:
     """Write a model by its class's ``save_pretrained``, and other tensors beside its own.
 
-    Of one that has none, the state dict is written. There are no others for a class
-    whose saving `why_not_streamed`.
+    Of one that has none, the state dict is written. There are no others for a class that
+    `saves_itself`.
     """
     options = _settle(model)
-    reason = why_not_streamed(type(model))
-    if reason is None:
+    if not saves_itself(type(model)):
         tensors, metadata = _lay_out(model, writer.folder, options)
         tensors = {**(others or {}), **tensors}
         files = split_into_files(tensors, max_shard_size)
@@ -289,10 +280,9 @@ def save_model(
     if isinstance(model, _pretrained_class()):
         options["max_shard_size"] = max_shard_size
     _warn_of_silent_config(model)
-    _materialize(model, reason)
-    type(model).save_pretrained(
-        model, writer.folder, **options
-    )  # not a wrapper around it
+    _materialize(model)
+    # the function of the class, not a wrapper around it
+    type(model).save_pretrained(model, writer.folder, **options)
     keep_base_configs(model, writer.folder)
     # The writer has seen none of it.
     for path in writer.folder.rglob("*.safetensors"):
@@ -409,26 +399,11 @@ def _refuse_composed(model: nn.Module) -> None:
             )
 
 
-def why_not_streamed(model_class: Any) -> str | None:
-    """Say why `_streaming` cannot take the place of a class's ``save_pretrained``.
-
-    It is ``None`` where it can, or where there is none.
-    """
+def saves_itself(model_class: Any) -> bool:
+    """Return whether a class has a ``save_pretrained`` that `_streaming` cannot take the place of."""
     own = getattr(_pretrained_class(), "save_pretrained", None)
-    if not hasattr(model_class, "save_pretrained"):
-        return None
-
-    if model_class.save_pretrained is not own:
-        return f"{model_class.__name__} has its own save_pretrained"
-
-    if inspect.unwrap(own) is not own or _SAVE_FILE not in own.__code__.co_names:
-        version = sys.modules["transformers"].__version__
-        return (
-            f"save_pretrained of transformers {version} does not write files by "
-            f"calling {_SAVE_FILE} itself"
-        )
-
-    return None
+    found = getattr(model_class, "save_pretrained", None)
+    return found is not None and (found is not own or inspect.unwrap(own) is not own)
 
 
 def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., None]:
@@ -436,7 +411,8 @@ def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., N
 
     It runs over a copy of its globals: nothing of the library is patched.
     """
-    names = {**function.__globals__, _SAVE_FILE: save_file}
+    # safetensors.torch.save_file, as transformers' own save_pretrained calls it
+    names = {**function.__globals__, "safe_save_file": save_file}
     logging = types.SimpleNamespace(**vars(names["logging"]))
     logging.tqdm = lambda files, **_: files
     names["logging"] = logging
@@ -450,26 +426,21 @@ def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., N
     return rebuilt
 
 
-def _materialize(model: nn.Module, reason: str) -> None:
-    """Compute every lazy tensor of a twin; ties are kept.
-
-    A warning says why, and what it costs.
-    """
-    parameters = [tensor.parameter for tensor in ModelTree(model).tensors]
-    lazy = [p for p in parameters if isinstance(p, LazyTensor)]
-    if not lazy:
-        return
-
-    num_bytes = sum(tensor.nbytes for tensor in lazy)
-    warnings.warn(
-        f"{reason}, so the tensors of {type(model).__name__} cannot be computed and "
-        f"written one at a time: {len(lazy)} of them, {num_bytes:,} bytes, are held in "
-        "memory at once",
-        UserWarning,
-        stacklevel=caller_level(),
-    )
-    computed: dict[int, Any] = {id(tensor): materialize(tensor) for tensor in lazy}
+def _materialize(model: nn.Module) -> None:
+    """Compute every lazy tensor of a twin; ties are kept."""
+    computed: dict[LazyTensor, Any] = {}
     for module in model.modules():
         held = vars(module)["_parameters"]
         for name, parameter in held.items():
-            held[name] = computed.get(id(parameter), parameter)
+            if isinstance(parameter, LazyTensor):
+                if parameter not in computed:
+                    computed[parameter] = materialize(parameter)
+                held[name] = computed[parameter]
+
+    if computed:
+        warnings.warn(
+            f"{type(model).__name__} has its own save_pretrained, so its tensors cannot "
+            "be computed and written one at a time: they are held in memory at once",
+            UserWarning,
+            stacklevel=caller_level(),
+        )
