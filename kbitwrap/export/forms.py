@@ -180,11 +180,3 @@ def _other_names(
             names.append(fused)
 
     return [name for name in names if _taken_for(name, quantized) is None]
-
-
-def num_bytes(model: nn.Module) -> int:
-    """Return the bytes of all tensors of a model, with the statistics of quantized ones."""
-    sizes = {}
-    for tensor in model.state_dict().values():
-        sizes[tensor.data_ptr(), tensor.shape] = tensor.nbytes
-    return sum(sizes.values())

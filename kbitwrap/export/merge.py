@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import format_bytes
 from ..errors import ConfigError, ExportError
 from ..model.bitsandbytes_layers import dequantized_dtype
 from ..model.quantization import is_quantized_layer, is_quantized_parameter
@@ -38,7 +37,6 @@ from .forms import (
     QUANTIZED,
     MergeForm,
     fused_layer,
-    num_bytes,
     skip_plain_layers,
     stays_quantized,
 )
@@ -63,8 +61,8 @@ _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 # the note of a mixed merge in which no layer stays quantized
 _NO_GAIN = (
     "an adapter touches every quantized layer, or one that engines compute with it, so "
-    "that none stays as it is: the model takes {after}, as merged in half, and its base "
-    "{before}; merge_as='quantized' keeps that size"
+    "that none stays as it is: the model is as merged in half; merge_as='quantized' "
+    "keeps the size of the base"
 )
 
 
@@ -140,23 +138,6 @@ class MergedModule:
     def is_adapted(self) -> bool:
         """Whether an adapter has a part in the module."""
         return self.copy is not None or bool(self.layers)
-
-    @property
-    def kind(self) -> Hashable:
-        """The key of modules that are alike: if one of them can be merged, all can."""
-        kinds = [(type(one.layer), one.adapters, one.variants) for one in self.layers]
-        return type(self.source), *kinds
-
-    def delta(self, name: str) -> Hashable:
-        """Identify what adapters add to a parameter, by the values of their factors.
-
-        It is ``None`` where that is not known: of methods other than plain LoRA.
-        """
-        if self.copy is not None or name != "weight":
-            return None
-
-        deltas = [one.delta for one in self.layers]
-        return None if None in deltas else (self.is_rounded, *deltas)
 
     def try_out(self) -> None:
         """Merge the first rows and throw them away.
@@ -274,7 +255,6 @@ def merge_into(
 
     form = form or MergeForm()
     form.refuse_others(tree.quantization)
-    size = num_bytes(twin.model) if form.merge_as == MIXED else 0
     places = [tree.places(tensor) for tensor in tree.tensors]
     half = None if in_float32 else _half_dtype(twin.model)
     plain = _to_make_plain(twin, form, chosen)
@@ -282,8 +262,13 @@ def merge_into(
     merges = _plan(twin, plain, rounded, chosen)
 
     # Refusals come before anything is written: one layer of each kind is tried out.
-    for merge in {merge.kind: merge for merge in reversed(merges)}.values():
-        merge.try_out()
+    tried: set[Hashable] = set()
+    for merge in merges:
+        kinds = [(type(one.layer), one.adapters, one.variants) for one in merge.layers]
+        kind = (type(merge.source), *kinds)
+        if kind not in tried:
+            tried.add(kind)
+            merge.try_out()
 
     sums: dict[str, ComparisonSums] = {}
     for merge in merges:
@@ -297,8 +282,12 @@ def merge_into(
     merge_of = {id(merge.shell): merge for merge in merges}
 
     def delta_of(module: nn.Module, name: str) -> Hashable:
+        """Identify what plain LoRA adds to a parameter, by the values of its factors."""
         merge = merge_of.get(id(module))
-        return None if merge is None else merge.delta(name)
+        if merge is None or merge.copy is not None or name != "weight":
+            return None
+        deltas = [one.delta for one in merge.layers]
+        return None if None in deltas else (merge.is_rounded, *deltas)
 
     settle_ties(twin.model, shared, delta_of)
     left = []
@@ -310,9 +299,7 @@ def merge_into(
     if not left:
         _remove_traces(twin.model)
         if form.merge_as == MIXED:
-            note = _NO_GAIN.format(
-                after=format_bytes(num_bytes(twin.model)), before=format_bytes(size)
-            )
+            note = _NO_GAIN
     else:
         skip_plain_layers(twin.model, left)
 

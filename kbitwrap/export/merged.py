@@ -294,8 +294,6 @@ def lazy_rounded(
 ) -> LazyTensor:
     """Make the tensor that a merged model has for a parameter, rounded to a dtype.
 
-    It gives its values in pieces where the rows of these are the blocks' rows.
-
     Args:
         fqn: The name of the tensor.
         module: The base's module, or a trained copy of it.
@@ -309,23 +307,6 @@ def lazy_rounded(
     is_adapted = copy_of is not None or bool(layers)
     is_turned = name == "weight" and is_transposed(module)
 
-    def blocks(source: nn.Module = module) -> Iterator[tuple[Rows, Tensor]]:
-        own = None
-        if sums is not None and is_adapted:
-            own = sums[fqn] = ComparisonSums(8 * dtype.itemsize)
-        read_original = None if copy_of is None else _row_reader(copy_of, name)
-
-        for rows, base, value in merge_rows(source, name, layers):
-            rounded = value.to(dtype)
-            if is_adapted:
-                refuse_infinite(fqn, value, rounded)
-            if own is not None:
-                before = base if read_original is None else read_original(rows)
-                _add_in_parts(own, before, value, rounded)
-            del base, value
-            yield rows, rounded
-            del rounded  # its memory is free while the next rows are merged
-
     def compute() -> Tensor:
         source = module
         whole = None
@@ -337,21 +318,26 @@ def lazy_rounded(
             vars(source)["_parameters"][name] = values
             whole = values.to(dtype).contiguous()
 
-        for rows, block in blocks(source):
+        own = None
+        if sums is not None and is_adapted:
+            own = sums[fqn] = ComparisonSums(8 * dtype.itemsize)
+        read_original = None if copy_of is None else _row_reader(copy_of, name)
+        for rows, base, value in merge_rows(source, name, layers):
+            rounded = value.to(dtype)
+            if is_adapted:
+                refuse_infinite(fqn, value, rounded)
+            if own is not None:
+                before = base if read_original is None else read_original(rows)
+                _add_in_parts(own, before, value, rounded)
             if whole is None:
-                whole = block.new_empty(shape[::-1] if is_turned else shape)
-            whole[rows] = block
-            del block
+                whole = rounded.new_empty(shape[::-1] if is_turned else shape)
+            whole[rows] = rounded
+            del base, value, rounded  # their memory is free while the next are merged
 
         assert whole is not None
         return whole.t() if is_turned else whole
 
-    def pieces() -> Iterator[Tensor]:
-        for _, block in blocks():
-            yield block
-            del block
-
-    return LazyTensor(shape, dtype, compute, None if is_turned else pieces, is_own=True)
+    return LazyTensor(shape, dtype, compute, is_own=True)
 
 
 def _add_in_parts(

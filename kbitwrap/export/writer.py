@@ -6,16 +6,13 @@ They are safetensors files, in shards, with their index.
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from tqdm.auto import tqdm
@@ -76,7 +73,6 @@ _WEIGHTS = re.compile(
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
-_PIECE = 16 << 20  # the most bytes in one write
 
 Tensors = Mapping[str, torch.Tensor]
 Metadata = Mapping[str, str] | None
@@ -207,26 +203,11 @@ def write_safetensors(
 
     One tensor's values are in memory at a time. No file is left after an error.
     """
-    if sys.byteorder == "big":
-        raise ExportError(
-            "safetensors files can be written on little-endian machines only"
-        )
-
     header, offsets = _header(tensors, metadata)
     announced = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
-        with open(path, "wb", buffering=0) as file, keeping_last():
-            # a full disk is noticed before anything is computed
-            if sys.platform == "linux":
-                try:
-                    os.posix_fallocate(file.fileno(), 0, len(header) + num_bytes)
-                except OSError as error:
-                    unsupported = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-                    if error.errno not in unsupported:
-                        raise
-
-            _write(file, header, None)
+        with open(path, "wb") as file, keeping_last():
+            file.write(header)
             for name in by_lineage(tensors, offsets):
                 file.seek(len(header) + offsets[name])
                 _write_tensor(file, name, tensors[name], *announced[name], progress)
@@ -237,61 +218,40 @@ def write_safetensors(
 
 
 def _write_tensor(
-    file: io.FileIO,
+    file: BinaryIO,
     name: str,
     tensor: torch.Tensor,
     dtype: torch.dtype,
     shape: torch.Size,
     progress: Progress | None,
 ) -> None:
-    """Write a tensor's values, or raise if they are others than announced.
-
-    It raises before they run into the next tensor's.
-    """
-    changed = ExportError(
-        f"{name}: expected {shape.numel()} values of {dtype} in the shape "
-        f"{tuple(shape)}, found others: the tensor changed while it was exported; "
-        "export while nothing changes it",
-        fqn=name,
-    )
-    if tensor.shape != shape:
-        raise changed
-
+    """Write a tensor's values, or raise if they are others than announced."""
     left = shape.numel()
+    is_same = tensor.shape == shape
     for piece in pieces(tensor):
+        is_same = is_same and piece.dtype == dtype
         left -= piece.numel()
-        if piece.dtype != dtype or left < 0:
-            raise changed
-        _write(file, piece.reshape(-1).view(torch.uint8).numpy().data, progress)
+        file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
+        if progress is not None:
+            progress(piece.nbytes)
         del piece  # its memory is free while the next one is computed
 
-    if left:
-        raise changed
-
-
-def _write(file: io.FileIO, data: Any, progress: Progress | None) -> None:
-    left = memoryview(data)
-    while left:
-        num_bytes = file.write(left[:_PIECE])
-        left = left[num_bytes:]
-        if progress is not None:
-            progress(num_bytes)
+    if left or not is_same:
+        raise ExportError(
+            f"{name}: expected {shape.numel()} values of {dtype} in the shape "
+            f"{tuple(shape)}, found others: the tensor changed while it was exported; "
+            "export while nothing changes it",
+            fqn=name,
+        )
 
 
 def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]]:
     """Return the bytes before the tensors, and each tensor's offset after them, in the order of the file."""
     for name, tensor in tensors.items():
-        found = ""
-        if tensor.layout != torch.strided:
-            found = f"layout {tensor.layout}"
-        elif tensor.dtype not in _CODES:
-            found = f"dtype {tensor.dtype}"
-        elif _CODES[tensor.dtype] == TWO_A_BYTE and not tensor.shape:
-            found = f"shape () and dtype {tensor.dtype}"
-        if found:
+        if tensor.layout != torch.strided or tensor.dtype not in _CODES:
             raise ExportError(
-                f"{name}: safetensors files cannot hold tensors of {found}; convert it "
-                "first",
+                f"{name}: safetensors files cannot hold tensors of {tensor.layout} and "
+                f"{tensor.dtype}; convert it first",
                 fqn=name,
             )
 
