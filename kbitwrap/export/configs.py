@@ -72,10 +72,10 @@ def _base_fields(live: Any, source: Any, name: str) -> _Fields | None:
 
     if own is None or before is None:
         return None
-    if not _RENAMED.isdisjoint(_differing(before, after)):
+    try:
+        fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)
+    except LookupError:
         return None
-
-    fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)
     return fields if _read(live, fields) == after else None
 
 
@@ -99,25 +99,20 @@ def _decoded(value: _Fields) -> Any:
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
-def _differing(before: _Fields, after: _Fields) -> Iterator[str]:
-    """Yield the names of fields that differ, also in fields of fields."""
-    for name in before.keys() | after.keys():
-        old, new = before.get(name), after.get(name)
-        if old != new:
-            yield name
-            if isinstance(old, dict) and isinstance(new, dict):
-                yield from _differing(old, new)
-
-
 def _changed(
     own: _Fields, before: _Fields, after: _Fields, dtypes: set[str]
 ) -> _Fields:
-    """Return a file's fields, with what differs between two configs; `dtypes` names the dtype."""
+    """Return a file's fields, with what differs between two configs; `dtypes` names the dtype.
+
+    ``LookupError`` is raised where the positions or the experts are another model's.
+    """
     fields = dict(own)
     for name in before.keys() | after.keys():
         part, old, new = own.get(name), before.get(name), after.get(name)
         if old == new:
             continue
+        if name in _RENAMED:
+            raise LookupError(name)
         if name not in after:
             fields.pop(name, None)
         elif name in _DTYPES:

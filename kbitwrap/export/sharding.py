@@ -113,15 +113,12 @@ class Gathering:
             key, fqn = id(tensor.parameter), tensor.fqn
             if not is_sharded_tensor(tensor.parameter) or key in found:
                 continue
-            was, why = original.base.get(fqn), ""
-            if was is None:
-                why = "was added after the model was prepared"
-            elif was in original.sharing_memory:
-                why = "shared its memory with another parameter"
-            if was is None or why:
+            was = original.base.get(fqn)
+            if was is None or was in original.sharing_memory:
                 raise ExportError(
-                    f"{fqn}: it {why}, so its original cannot be written from shards; "
-                    "export before sharding",
+                    f"{fqn}: it was added after the model was prepared, or shared its "
+                    "memory with another parameter, so its original cannot be written "
+                    "from shards; export before sharding",
                     fqn=fqn,
                 )
             held = held_of(tensor.module, tensor.name, tensor.parameter)
@@ -159,19 +156,14 @@ class Gathering:
         # FSDP1 registers the parameters of the live module again when it gathers them
         parameters = vars(shell)["_parameters"]
         for name, parameter in [*parameters.items()]:
-            if id(parameter) in self._adapters:
-                parameters[name] = self._promise_adapter(parameter)
+            index = self._adapters.get(id(parameter))
+            if index is not None:
+                # FSDP1 tells the shape when the whole is there
+                shape = self._tensors[index].shape or self._read(index).shape
+                read = functools.partial(self._read, index)
+                parameters[name] = LazyTensor(shape, parameter.dtype, read)
 
         return shell
-
-    def _promise_adapter(self, parameter: Any) -> LazyTensor:
-        """Promise an adapter's parameter, as it is."""
-        index = self._adapters[id(parameter)]
-        shape = self._tensors[index].shape
-        if shape is None:
-            shape = self._read(index).shape
-
-        return LazyTensor(shape, parameter.dtype, lambda: self._read(index))
 
     def _read(self, index: int) -> Tensor:
         """Return the whole of a parameter, on rank 0, which lets the others gather it too."""
@@ -208,33 +200,27 @@ class Gathering:
         """Return the whole of a parameter, in memory of its own; all ranks call it."""
         one = self._tensors[index]
         with self._together(one.fqn):
-            return self._whole_of(one)
+            if one.unit is not None:
+                self._open(one.unit)
+                if one.shape not in (None, one.parameter.shape):
+                    raise ExportError(
+                        f"{one.fqn} was resized since the model was prepared",
+                        fqn=one.fqn,
+                    )
+                return one.parameter.detach().clone()  # type: ignore[no-any-return]
 
-    def _whole_of(self, one: Shard) -> Tensor:
-        parameter = one.parameter
-        if one.unit is not None:
-            self._open(one.unit)
-            if one.shape not in (None, parameter.shape):
-                raise ExportError(
-                    f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
-                )
-            return parameter.detach().clone()  # type: ignore[no-any-return]
+            if is_partition(one.parameter):
+                zero: Any = sys.modules["deepspeed"].zero
+                with zero.GatheredParameters([one.parameter]):
+                    # the partition gets other memory, and leaves this to whoever holds it
+                    return one.parameter.detach().as_subclass(torch.Tensor)  # type: ignore[no-any-return]
 
-        gathered: Tensor
-        if is_partition(parameter):
-            zero: Any = sys.modules["deepspeed"].zero
-            with zero.GatheredParameters([parameter]):
-                # the partition gets other memory, and leaves this to whoever holds it
-                gathered = parameter.detach().as_subclass(torch.Tensor)
-            return gathered
-
-        tensor = parameter.detach()
-        # offloaded: gathered where the ranks communicate
-        if tensor.device.type != tensor.device_mesh.device_type:
-            tensor = tensor.to(tensor.device_mesh.device_type)
-
-        gathered = tensor.full_tensor()
-        return gathered
+            # offloaded: gathered where the ranks communicate
+            tensor = one.parameter.detach()
+            kind = tensor.device_mesh.device_type
+            if tensor.device.type != kind:
+                tensor = tensor.to(kind)
+            return tensor.full_tensor()  # type: ignore[no-any-return]
 
     def _open(self, unit: nn.Module | None) -> None:
         """Make a unit of FSDP1 whole, and shard the one that was; all ranks call it."""

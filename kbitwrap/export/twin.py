@@ -34,7 +34,8 @@ from ..model.wrappers import class_before_sharding, unwrap
 from ..preparation.comparison import DECOMPRESSED, Changes
 from ..preparation.preparation import Preparation
 from ..preparation.state import Original, configs_of
-from ..tensors.bits import Layout, differ
+from ..tensors.bits import content_digest
+from ..tensors.lazy import materialize
 from .sharding import Gathering, drift_of
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
@@ -122,7 +123,13 @@ class _Copier:
         shell = self._shells.get(id(base))
         is_new = shell is None
         if shell is None:
-            _refuse_without_scales(fqn, base)
+            if lacks_statistics(base):
+                raise ExportError(
+                    f"{fqn}: the scales of its quantized weight are gone, so its values "
+                    "cannot be computed (PEFT's DoRA on 8-bit layers loses them in "
+                    "training on a CPU); load the base again",
+                    fqn=fqn,
+                )
             # of a prepared model, the recorded scales are read
             if self.original is None and has_transposed_scales(base):
                 raise ExportError(f"{fqn}: {TRANSPOSED_SCALES}", fqn=fqn)
@@ -217,7 +224,8 @@ def build_twin(
     changes = [*preparation.copies(tree), *preparation.journal.of(OriginalSlot)]
     copier.held = {one.record: one for one in changes}  # the oldest decides
     copier.rewritten = preparation.journal.of(ForwardState)
-    copier.promised = _sharing_memory(preparation.journal.of(SharedMemory))
+    for memory in preparation.journal.of(SharedMemory):
+        copier.promised |= _as_one(memory)
     original = preparation.before
     prepared = original.model()
     # and no part or container of it
@@ -259,17 +267,6 @@ def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
         )
 
 
-def _refuse_without_scales(fqn: str, module: nn.Module) -> None:
-    """Raise for a quantized weight without the statistics that it is computed by."""
-    if lacks_statistics(module):
-        raise ExportError(
-            f"{fqn}: the scales of its quantized weight are gone, so its values cannot "
-            "be computed (PEFT's DoRA on 8-bit layers loses them in training on a "
-            "CPU); load the base again",
-            fqn=fqn,
-        )
-
-
 def _refuse_replaced(changes: Changes) -> None:
     """Raise for the first parameter that is another than was recorded."""
     for fqn, what in changes.replaced.items():
@@ -288,25 +285,21 @@ def _refuse_replaced(changes: Changes) -> None:
         )
 
 
-def _sharing_memory(shared: Sequence[SharedMemory]) -> _Promised:
-    """Return copies, in one storage, of parameters that lay in one memory.
+def _as_one(memory: SharedMemory) -> _Promised:
+    """Return one original for parameters that lay over the same memory.
 
-    Lazy tensors cannot share memory. Those that were trained apart are left out.
+    There is none where they were trained apart, or lay there differently.
     """
-    found: _Promised = {}
-    for memory in shared:
-        parameters, values, originals = [], [], []
-        for storage in memory.storages:
-            parameter = storage.record.live()
-            if parameter is not None and storage.converts(parameter):
-                value = storage.original_of(parameter.data)
-                parameters.append(parameter)
-                values.append(value)
-                originals.append((value, storage.layout))
-        if len(parameters) < 2:
-            continue
-        views = Layout.place(originals)
-        if not any(map(differ, views, values)):
-            found.update(zip(map(id, parameters), views, strict=True))
+    originals: _Promised = {}
+    layouts = set()
+    for storage in memory.storages:
+        parameter = storage.record.live()
+        if parameter is not None and storage.converts(parameter):
+            originals[id(parameter)] = storage.original(parameter)
+            layouts.add(storage.layout)
 
-    return found
+    digests = {content_digest(materialize(one)) for one in originals.values()}
+    if len(layouts) != 1 or len(digests) != 1:
+        return {}
+    first, *_ = originals.values()
+    return {key: first.detach() for key in originals}
