@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..export.adapters import parameter_name
 from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of, in_one_line, shown
@@ -230,7 +229,7 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
         )
 
     for layer in adapted.modules():
-        name = parameter_name(layer)
+        name = getattr(layer, "parameter_name", None)
         if name is not None and _layout_of(saved, name) == _BY_EXPERT:
             for factor in layer.lora_B.values():
                 # PEFT reads the columns by rank

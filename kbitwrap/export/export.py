@@ -35,6 +35,7 @@ from .configs import keep_base_configs
 from .forms import MergeForm
 from .merge import Merged, merge_into
 from .sharding import Gathering
+from .ties import configs_of_all
 from .twin import build_twin, promise_adapters
 from .writer import (
     CheckpointWriter,
@@ -151,9 +152,7 @@ def _sources(model: nn.Module, processing_class: Any) -> set[str]:
     They are folders, or names on the hub.
     """
     found = [getattr(processing_class, "name_or_path", None)]
-    for module in model.modules():
-        config = vars(module).get("config")
-        found.append(getattr(config, "_name_or_path", None))
+    found += [getattr(one, "_name_or_path", None) for one in configs_of_all(model)]
     return {name for name in found if isinstance(name, str)}
 
 

@@ -100,7 +100,10 @@ def stays_quantized(module: nn.Module) -> bool:
 def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
     """Name, in the config of a partly quantized model, the linear layers that are not.
 
-    ``from_pretrained`` would quantize them.
+    ``from_pretrained`` would quantize them. They are named as others know them, too: the
+    class of the model inside has no prefix; other versions of transformers, and engines,
+    name modules as the files do; an engine fuses siblings, which are all plain or cannot
+    be loaded.
     """
     plain, own = [], []
     for name, module in model.named_modules():
@@ -112,24 +115,29 @@ def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
             own.append(name)
 
     for name in plain:
-        fqn = _taken_for(name, quantized)
-        if fqn is not None:
-            raise ExportError(
-                f"{fqn} stays quantized, and its name ends as that of {name}, which "
-                "does not: no config tells the two apart; merge as 'half'",
-                fqn=fqn,
-            )
+        for fqn in quantized:
+            if fqn.endswith(name):
+                raise ExportError(
+                    f"{fqn} stays quantized, and its name ends as that of {name}, which "
+                    "does not: no config tells the two apart; merge as 'half'",
+                    fqn=fqn,
+                )
 
-    names = [*plain, *_other_names(model, plain, own, quantized)]
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    others = [name.removeprefix(prefix) for name in plain]
+    others += [*own, *_names_in_files(model, [*plain, *own])]
+    fused_and_quantized = {fused_layer(fqn) for fqn in quantized}
+    others += [
+        fused for fused in map(fused_layer, plain) if fused not in fused_and_quantized
+    ]
+    names = dict.fromkeys(plain)
+    for name in others:
+        if not any(fqn.endswith(name) for fqn in quantized):
+            names[name] = None
     for config in configs_of_all(model):
         settings = getattr(config, "quantization_config", None)
         if settings is not None:
-            skip_layers(settings, list(dict.fromkeys(names)))
-
-
-def _taken_for(name: str, quantized: Sequence[str]) -> str | None:
-    """Return the quantized layer that ``from_pretrained`` takes for one of that name."""
-    return next((fqn for fqn in quantized if fqn.endswith(name)), None)
+            skip_layers(settings, [*names])
 
 
 def _holds_matrices(module: nn.Module) -> bool:
@@ -156,27 +164,3 @@ def _names_in_files(model: nn.Module, names: Sequence[str]) -> list[str]:
     state_dict = {f"{name}.weight": torch.empty(0) for name in names}
     saved = revert_weight_conversion(renaming, state_dict)
     return [name.removesuffix(".weight") for name in saved]
-
-
-def _other_names(
-    model: nn.Module,
-    plain: Sequence[str],
-    own: Sequence[str],
-    quantized: Sequence[str],
-) -> list[str]:
-    """Return the names by which others that load a model know its plain layers.
-
-    The class of the model inside has no prefix; other versions of transformers name
-    modules as the files do; an engine fuses siblings, which are all plain or cannot be
-    loaded.
-    """
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    fused_and_quantized = {fused_layer(fqn) for fqn in quantized}
-    names = [name.removeprefix(prefix) for name in plain]
-    names += [*own, *_names_in_files(model, [*plain, *own])]
-    for name in plain:
-        fused = fused_layer(name)
-        if fused not in fused_and_quantized:
-            names.append(fused)
-
-    return [name for name in names if _taken_for(name, quantized) is None]

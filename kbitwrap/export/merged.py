@@ -99,8 +99,14 @@ def merge_rows(
             readers[other] = _row_reader(module, other)
 
     if layers:
-        with _refusing(layers[0]):
-            _refuse_base(module, layers[0])
+        first = layers[0]
+        # the weight of one that holds others, as attention does, is not all of it
+        if module._modules and first.parameter is None:
+            why = f"it adapts several modules of {type(module).__name__} at once"
+            raise first.refusal(why)
+        if vars(module).get("max_norm") is not None:
+            why = "the embedding renormalizes the rows that it looks up (max_norm)"
+            raise first.refusal(why)
 
     shapes = [parameter_of(plain, other).shape for other in readers]
     copies: list[Float32Layer] = []
@@ -233,21 +239,6 @@ def _refusing(one: ActiveLayer) -> Iterator[None]:
         raise one.refusal(why) from error
 
 
-def _refuse_base(module: nn.Module, one: ActiveLayer) -> None:
-    """Raise for a module whose weight alone does not say what it computes.
-
-    One that holds others, as attention does, computes with the weights of these.
-    """
-    if module._modules and one.parameter is None:
-        raise ValueError(
-            f"it adapts several modules of {type(module).__name__} at once"
-        )
-    if vars(module).get("max_norm") is not None:
-        raise ValueError(
-            "the embedding renormalizes the rows that it looks up (max_norm)"
-        )
-
-
 def _blocks(
     module: nn.Module,
     layers: Sequence[ActiveLayer],
@@ -325,10 +316,15 @@ def lazy_rounded(
         for rows, base, value in merge_rows(source, name, layers):
             rounded = value.to(dtype)
             if is_adapted:
-                refuse_infinite(fqn, value, rounded)
+                refuse_infinite(fqn, rounded)
             if own is not None:
                 before = base if read_original is None else read_original(rows)
-                _add_in_parts(own, before, value, rounded)
+                parts = [
+                    one.reshape(-1).split(_SUMMED_AT_ONCE)
+                    for one in (before, value, rounded)
+                ]
+                for old, exact, new in zip(*parts, strict=True):
+                    own.add(exact - old.float(), new.float() - exact)
             if whole is None:
                 whole = rounded.new_empty(shape[::-1] if is_turned else shape)
             whole[rows] = rounded
@@ -338,15 +334,6 @@ def lazy_rounded(
         return whole.t() if is_turned else whole
 
     return LazyTensor(shape, dtype, compute, is_own=True)
-
-
-def _add_in_parts(
-    sums: ComparisonSums, before: Tensor, value: Tensor, rounded: Tensor
-) -> None:
-    """Add a block to sums, a few values at a time: an expert is a good part of a tensor."""
-    parts = [one.reshape(-1).split(_SUMMED_AT_ONCE) for one in (before, value, rounded)]
-    for base, exact, result in zip(*parts, strict=True):
-        sums.add(exact - base.float(), result.float() - exact)
 
 
 # --------------------------------------------------------------------------------------
@@ -396,8 +383,16 @@ def lazy_codes(
         for _, base, value in merge_rows(layer, "weight", layers, whole=whole):
             before = base.float()
             if start == 0:
-                _refuse_other_codes(fqn, before, codes.values_of(0, before.numel()))
-            refuse_infinite(fqn, value, value)
+                found = codes.values_of(0, before.numel()).view_as(before)
+                off = (found - before).abs().max()
+                if off > _MOST_ROUNDED * before.abs().max():
+                    raise ExportError(
+                        f"{fqn}: bitsandbytes computes other values on "
+                        f"{before.device.type} than the codes and scales stand for, as "
+                        f"it does where a row is no multiple of a block; {_REMEDY}",
+                        fqn=fqn,
+                    )
+            refuse_infinite(fqn, value)
             delta = value.sub_(before).flatten()
             for part in delta.split(_ROUNDED_AT_ONCE):
                 result = codes.round_at_random(start, part, random)
@@ -422,15 +417,3 @@ def lazy_codes(
         if name in vars(stored):
             vars(made)[name] = vars(stored)[name]
     return made
-
-
-def _refuse_other_codes(fqn: str, first: Tensor, values: Tensor) -> None:
-    """Raise where a layer computes with other values than its codes stand for."""
-    off = values.view_as(first) - first
-    if off.abs().max() > _MOST_ROUNDED * first.abs().max():
-        raise ExportError(
-            f"{fqn}: bitsandbytes computes other values on {first.device.type} than the "
-            "codes and scales stand for, as it does where a row is no multiple of a "
-            f"block; {_REMEDY}",
-            fqn=fqn,
-        )

@@ -89,7 +89,6 @@ class Gathering:
         self._tensors: list[Shard] = []
         self._adapters: dict[int, int] = {}  # their places in it, by ``id``
         self._shells: dict[int, nn.Module] = {}
-        self._is_led = False
         # Of FSDP1: the innermost wrapper around each module, by its ``id``; the
         # outermost ones; and the one that is whole, until another is, or until the end.
         self._units: dict[int, nn.Module] = {}
@@ -167,14 +166,7 @@ class Gathering:
 
     def _read(self, index: int) -> Tensor:
         """Return the whole of a parameter, on rank 0, which lets the others gather it too."""
-        one = self._tensors[index]
-        if not self._is_led:
-            raise RuntimeError(
-                f"{one.fqn} is sharded: its values can be read only while all ranks "
-                f"{self._verb} together"
-            )
-
-        with self._together(one.fqn):
+        with self._together(self._tensors[index].fqn):
             _tell(index)
         return self._gather(index)
 
@@ -346,12 +338,9 @@ class Gathering:
         if not self.is_sharded:
             return read()
 
-        if distributed.get_rank() != 0:
-            return self._follow()  # type: ignore[no-any-return]
-
-        with self._leading() as results:
-            results.append(read())
-        return results[-1]  # type: ignore[no-any-return]
+        # a generator, so that it is read while the others help
+        results = [*self.lead_each(call() for call in (read,))]
+        return _tell(results[0] if results else None)  # type: ignore[no-any-return]
 
     def lead_each(self, values: Iterator[T]) -> Iterator[T]:
         """Hand out ``values`` on rank 0 while all other ranks help to gather.
@@ -360,23 +349,14 @@ class Gathering:
         """
         if not self.is_sharded:
             yield from values
-        elif distributed.get_rank() != 0:
+            return
+        if distributed.get_rank() != 0:
             self._follow()
-        else:
-            with self._leading():
-                yield from values
+            return
 
-    @contextlib.contextmanager
-    def _leading(self) -> Iterator[list[Any]]:
-        """Let all other ranks gather what the body reads on rank 0.
-
-        They return the last of what it puts into the list, or raise what it raised.
-        """
-        results: list[Any] = [None]
         failure = None
-        self._is_led = True
         try:
-            yield results
+            yield from values
         except GeneratorExit:  # the caller asks for no more
             raise
         except BaseException as error:
@@ -384,19 +364,17 @@ class Gathering:
             failure = kind, str(error) or type(error).__name__
             raise
         finally:
-            self._is_led = False
             # Where another rank is gone, its loss is what is raised already.
             lost = () if failure is None else (RuntimeError,)
             with contextlib.suppress(*lost):
-                _tell(failure or (None, results[-1]))
+                _tell(failure)
             with contextlib.suppress(*lost):
                 self._open(None)
 
-    def _follow(self) -> Any:
-        """Gather what rank 0 announces, and return or raise what it did.
+    def _follow(self) -> None:
+        """Gather what rank 0 announces by its number, and raise what it raised.
 
-        It announces each tensor by its number. Last it tells the class of its error, or
-        ``None``, with the message or the result.
+        Last it tells the class of its error and the message, or ``None``.
         """
         with self._together("what rank 0 announces"):
             message = _tell(None)
@@ -404,10 +382,9 @@ class Gathering:
                 self._gather(message)
                 message = _tell(None)
             self._open(None)
-        error, result = message
-        if error is not None:
-            raise error(f"rank 0 could not {self._verb}: {result}")
-        return result
+        if message is not None:
+            error, text = message
+            raise error(f"rank 0 could not {self._verb}: {text}")
 
 
 def _refuse_lost_scales(tensor: NamedTensor, was: ParameterRecord) -> None:
