@@ -36,7 +36,7 @@ from .forms import MergeForm
 from .merge import Merged, merge_into
 from .sharding import Gathering
 from .ties import configs_of_all
-from .twin import build_twin, promise_adapters
+from .twin import Twin, build_twin, promise_adapters
 from .writer import (
     CheckpointWriter,
     Tensors,
@@ -78,17 +78,18 @@ def export_model(
         )
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
+    if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
+        raise UnsupportedModelError(
+            f"model: expected this {type(model).__name__} or a model made from it, "
+            "such as get_peft_model(prepared.model, ...), found another "
+            f"{type(live).__name__}"
+        )
 
     with plain_mode():
-        tree = ModelTree(model) if preparation is None else preparation.tree()
-        gathering = Gathering(tree, preparation, "export", ExportError)
+        tree = ModelTree(live) if preparation is None else preparation.tree(live)
+        # the model as a restore would leave it; as it is where it is not prepared
+        twin, gathering = _twin_of(tree, preparation, "export")
         merged = Merged()
-        with gathering.agreeing():
-            refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
-            if live is not model:
-                tree = _tree_of(live, model, preparation)
-            # the model as a restore would leave it; as it is where it is not prepared
-            twin = build_twin(tree, preparation, gathering)
 
         def merge() -> Merged:
             promise_adapters(twin, gathering)
@@ -135,15 +136,15 @@ def export_model(
         return gathering.lead(write)
 
 
-def _tree_of(live: Any, model: nn.Module, preparation: Preparation | None) -> ModelTree:
-    """Return the tree of what was made of a model; raises for another."""
-    if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
-        raise UnsupportedModelError(
-            f"model: expected this {type(model).__name__} or a model made from it, "
-            "such as get_peft_model(prepared.model, ...), found another "
-            f"{type(live).__name__}"
-        )
-    return ModelTree(live) if preparation is None else preparation.tree(live)
+def _twin_of(
+    tree: ModelTree, preparation: Preparation | None, verb: str
+) -> tuple[Twin, Gathering]:
+    """Build the twin of a model, and what its sharded tensors are gathered by."""
+    gathering = Gathering(tree, preparation, verb, ExportError)
+    with gathering.agreeing():
+        refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
+        twin = build_twin(tree, preparation, gathering)
+    return twin, gathering
 
 
 def _sources(model: nn.Module, processing_class: Any) -> set[str]:
@@ -171,12 +172,7 @@ def merged_weights(
             raised.
     """
     with plain_mode():
-        tree = preparation.tree()
-        gathering = Gathering(tree, preparation, "merge", ExportError)
-        with gathering.agreeing():
-            refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
-            twin = build_twin(tree, preparation, gathering)
-
+        twin, gathering = _twin_of(preparation.tree(), preparation, "merge")
         tensors: dict[str, torch.Tensor] = {}
 
         def merge() -> None:

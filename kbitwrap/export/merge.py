@@ -245,7 +245,16 @@ def merge_into(
         ExportError: Adapters cannot be merged exactly, or weights not be dequantized.
     """
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
-    _refuse_unknown(twin, chosen)
+    there: set[str] = set()
+    for peeled in twin.peeled:
+        for wrapper in peeled.wrappers:
+            there.update(adapters_of(wrapper))
+    for name in chosen or ():
+        if name not in there:
+            raise ConfigError(
+                f"adapters: expected names out of {sorted(there)}, found {name!r}"
+            )
+
     tree = ModelTree(twin.model)
     if not tree.quantization.can_dequantize:
         raise ExportError(
@@ -340,20 +349,6 @@ def _remove_traces(model: nn.Module) -> None:
     for config in configs_of_all(model):
         for name in _CONFIG_ATTRIBUTES:
             vars(config).pop(name, None)
-
-
-def _refuse_unknown(twin: Twin, chosen: Chosen) -> None:
-    """Raise `ConfigError` for the name of an adapter that no module has."""
-    there: set[str] = set()
-    for peeled in twin.peeled:
-        for wrapper in peeled.wrappers:
-            there.update(adapters_of(wrapper))
-
-    for name in chosen or ():
-        if name not in there:
-            raise ConfigError(
-                f"adapters: expected names out of {sorted(there)}, found {name!r}"
-            )
 
 
 def _plan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +41,14 @@ def dequantize(twin: Twin, dtype: torch.dtype, modules: set[nn.Module]) -> set[i
         weight = shell._parameters.get("weight")
         kind = type(shell), type(weight)
         if kind not in dtypes:
-            dtypes[kind] = _dequantized_dtype(fqn, compute)
+            try:
+                dtypes[kind] = compute().dtype
+            except Exception as error:
+                raise ExportError(
+                    f"{fqn}: its library cannot dequantize its weight ({error!r}); "
+                    "export without merging",
+                    fqn=fqn,
+                ) from error
 
         plain = shell
         if is_made_plain(shell):
@@ -81,18 +87,6 @@ def make_plain(shell: nn.Module) -> None:
     shell.__class__ = type(plain)
     vars(shell).clear()
     vars(shell).update(vars(plain))
-
-
-def _dequantized_dtype(fqn: str, compute: Callable[[], torch.Tensor]) -> torch.dtype:
-    """Return the dtype that a library dequantizes to, which is found by doing so."""
-    try:
-        return compute().dtype
-    except Exception as error:
-        raise ExportError(
-            f"{fqn}: its library cannot dequantize its weight ({error!r}); export "
-            "without merging",
-            fqn=fqn,
-        ) from error
 
 
 def _dequantize_stacks(fqn: str, shell: nn.Module) -> None:

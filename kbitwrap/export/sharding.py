@@ -338,8 +338,10 @@ class Gathering:
         if not self.is_sharded:
             return read()
 
-        # a generator, so that it is read while the others help
-        results = [*self.lead_each(call() for call in (read,))]
+        def once() -> Iterator[T]:
+            yield read()
+
+        results = [*self.lead_each(once())]
         return _tell(results[0] if results else None)  # type: ignore[no-any-return]
 
     def lead_each(self, values: Iterator[T]) -> Iterator[T]:
