@@ -486,6 +486,7 @@ class KbitPreparedModel:
 
         preparation = self._expect_prepared("merged_weights", _HELD)
         return merged_weights(
+            self.model,
             preparation,
             adapters,
             lambda: (self.state, self._preparation, self._suspension),

@@ -78,17 +78,10 @@ def export_model(
         )
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
-    if not isinstance(live, nn.Module) or unwrap(live)[0] is not unwrap(model)[0]:
-        raise UnsupportedModelError(
-            f"model: expected this {type(model).__name__} or a model made from it, "
-            "such as get_peft_model(prepared.model, ...), found another "
-            f"{type(live).__name__}"
-        )
 
     with plain_mode():
-        tree = ModelTree(live) if preparation is None else preparation.tree(live)
         # the model as a restore would leave it; as it is where it is not prepared
-        twin, gathering = _twin_of(tree, preparation, "export")
+        twin, gathering = _twin_of(model, live, preparation, "export")
         merged = Merged()
 
         def merge() -> Merged:
@@ -137,12 +130,28 @@ def export_model(
 
 
 def _twin_of(
-    tree: ModelTree, preparation: Preparation | None, verb: str
+    model: nn.Module, live: Any, preparation: Preparation | None, verb: str
 ) -> tuple[Twin, Gathering]:
-    """Build the twin of a model, and what its sharded tensors are gathered by."""
+    """Build the twin of what was made of a model, and what gathers its sharded tensors."""
+
+    def walk(walked: nn.Module) -> ModelTree:
+        return ModelTree(walked) if preparation is None else preparation.tree(walked)
+
+    tree = walk(model)
     gathering = Gathering(tree, preparation, verb, ExportError)
     with gathering.agreeing():
         refuse_unreadable(tree, allow_sharded=gathering.is_sharded)
+        if live is not model:
+            if (
+                not isinstance(live, nn.Module)
+                or unwrap(live)[0] is not unwrap(model)[0]
+            ):
+                raise UnsupportedModelError(
+                    f"model: expected this {type(model).__name__} or a model made from "
+                    "it, such as get_peft_model(prepared.model, ...), found another "
+                    f"{type(live).__name__}"
+                )
+            tree = walk(live)
         twin = build_twin(tree, preparation, gathering)
     return twin, gathering
 
@@ -158,6 +167,7 @@ def _sources(model: nn.Module, processing_class: Any) -> set[str]:
 
 
 def merged_weights(
+    model: nn.Module,
     preparation: Preparation,
     adapters: str | Sequence[str] | None,
     moment: Callable[[], tuple[Any, ...]],
@@ -165,14 +175,15 @@ def merged_weights(
     """Hand out what a merged export writes, while the wrapper stays as it is.
 
     Args:
-        preparation: The preparation of the model.
+        model: The prepared model.
+        preparation: Its preparation.
         adapters: As of `merge_into`.
         moment: Returns the wrapper's state, and what else is replaced when that
             changes: where it returns another value than at first, `StateError` is
             raised.
     """
     with plain_mode():
-        twin, gathering = _twin_of(preparation.tree(), preparation, "merge")
+        twin, gathering = _twin_of(model, model, preparation, "merge")
         tensors: dict[str, torch.Tensor] = {}
 
         def merge() -> None:
@@ -274,7 +285,6 @@ def save_model(
 
     if isinstance(model, _pretrained_class()):
         options["max_shard_size"] = max_shard_size
-    _warn_of_silent_config(model)
     _materialize(model)
     # the function of the class, not a wrapper around it
     type(model).save_pretrained(model, writer.folder, **options)
@@ -318,26 +328,9 @@ def _lay_out(
         found = dict(metadata)
         tensors.update(file)
 
-    _warn_of_silent_config(model)
     _streaming(function, collect)(model, folder, max_shard_size=sys.maxsize, **options)
     keep_base_configs(model, folder)
     return tensors, found
-
-
-def _warn_of_silent_config(model: Any) -> None:
-    quantization = ModelTree(model).quantization
-    config = vars(model).get("config")
-    if quantization.casts or getattr(config, "quantization_config", None) is not None:
-        return
-
-    warnings.warn(
-        f"the config of this {type(model).__name__} does not tell that it is quantized "
-        f"with {quantization.method}: from_pretrained alone initializes the quantized "
-        "layers again, without an error. The page on exports has a program that reads "
-        "them",
-        UserWarning,
-        stacklevel=caller_level(),
-    )
 
 
 def _pretrained_class() -> Any:
@@ -351,8 +344,18 @@ def _settle(model: nn.Module) -> dict[str, Any]:
     """
     pretrained = _pretrained_class()
     modules = [*model.named_modules()]
-    if not any(vars(module).get("hf_quantizer") for _, module in modules):
-        _refuse_composed(model)
+    tensors = ModelTree(model).tensors
+    if any(vars(module).get("hf_quantizer") for _, module in modules):
+        tensors = []
+    for tensor in tensors:
+        kind: Any = type(tensor.parameter)
+        if is_composed(kind):
+            raise ExportError(
+                f"{tensor.fqn} is a {kind.__name__}, and no quantizer of transformers "
+                "made it that could write it: load the model with a "
+                "quantization_config, or export it merged",
+                fqn=tensor.fqn,
+            )
 
     options: dict[str, Any] = {}
     for fqn, module in modules:
@@ -379,19 +382,19 @@ def _settle(model: nn.Module) -> dict[str, Any]:
                 c for c in fields["_weight_conversions"] if not is_of_a_quantizer(c)
             ]
 
+    quantization = ModelTree(model).quantization
+    config = vars(model).get("config")
+    is_told = getattr(config, "quantization_config", None) is not None
+    if hasattr(type(model), "save_pretrained") and not (quantization.casts or is_told):
+        warnings.warn(
+            f"the config of this {type(model).__name__} does not tell that it is "
+            f"quantized with {quantization.method}: from_pretrained alone initializes "
+            "the quantized layers again, without an error. The page on exports has a "
+            "program that reads them",
+            UserWarning,
+            stacklevel=caller_level(),
+        )
     return options
-
-
-def _refuse_composed(model: nn.Module) -> None:
-    for tensor in ModelTree(model).tensors:
-        kind: Any = type(tensor.parameter)
-        if is_composed(kind):
-            raise ExportError(
-                f"{tensor.fqn} is a {kind.__name__}, and no quantizer of transformers "
-                "made it that could write it: load the model with a "
-                "quantization_config, or export it merged",
-                fqn=tensor.fqn,
-            )
 
 
 def saves_itself(model_class: Any) -> bool:

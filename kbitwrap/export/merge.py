@@ -246,9 +246,13 @@ def merge_into(
     """
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
     there: set[str] = set()
+    # what engines compute as one layer has one format
+    fused: set[str] = set()
     for peeled in twin.peeled:
         for wrapper in peeled.wrappers:
             there.update(adapters_of(wrapper))
+            if is_tuner_layer(wrapper) and active_adapters(wrapper, chosen):
+                fused.add(fused_layer(peeled.fqn))
     for name in chosen or ():
         if name not in there:
             raise ConfigError(
@@ -265,8 +269,14 @@ def merge_into(
     form = form or MergeForm()
     form.refuse_others(tree.quantization)
     places = [tree.places(tensor) for tensor in tree.tensors]
+    shared = [group for group in places if len(group) > 1]
     half = None if in_float32 else _half_dtype(twin.model)
-    plain = _to_make_plain(twin, form, chosen)
+    plain: set[nn.Module] = set()
+    for fqn, module in twin.model.named_modules():
+        is_touched = stays_quantized(module) and fused_layer(fqn) in fused
+        if form.merge_as == HALF or (form.merge_as == MIXED and is_touched):
+            plain.add(module)
+
     rounded = dequantize(twin, half or torch.float32, plain)
     merges = _plan(twin, plain, rounded, chosen)
 
@@ -287,7 +297,6 @@ def merge_into(
         is_measured = measures or seed is not None
         merge.replace_tensors(half, seed, sums if is_measured else None)
 
-    shared = [group for group in places if len(group) > 1]
     merge_of = {id(merge.shell): merge for merge in merges}
 
     def delta_of(module: nn.Module, name: str) -> Hashable:
@@ -314,30 +323,6 @@ def merge_into(
 
     fqns = [merge.fqn for merge in merges if merge.is_adapted]
     return Merged(tuple(fqns), sums, note)
-
-
-def _to_make_plain(twin: Twin, form: MergeForm, chosen: Chosen) -> set[nn.Module]:
-    """Return the modules of a twin whose quantized weights are dequantized."""
-    modules = dict(twin.model.named_modules())
-    if form.merge_as == HALF:
-        return set(modules.values())
-
-    if form.merge_as == QUANTIZED:
-        return set()
-
-    touched: dict[str, nn.Module] = {}
-    for peeled in twin.peeled:
-        for wrapper in peeled.wrappers:
-            if is_tuner_layer(wrapper) and active_adapters(wrapper, chosen):
-                touched[peeled.fqn] = peeled.shell
-
-    # what engines compute as one layer has one format
-    fused = {fused_layer(fqn) for fqn in touched}
-    for fqn, module in modules.items():
-        if stays_quantized(module) and fused_layer(fqn) in fused:
-            touched[fqn] = module
-
-    return set(touched.values())
 
 
 def _remove_traces(model: nn.Module) -> None:
