@@ -68,8 +68,6 @@ def merge_rows(
     module: nn.Module,
     name: str,
     layers: Sequence[ActiveLayer],
-    *,
-    whole: bool = False,
 ) -> Iterator[tuple[Rows, Tensor, Tensor]]:
     """Merge adapters into a parameter of a module, a few rows at a time.
 
@@ -78,7 +76,6 @@ def merge_rows(
             ``(out_features, in_features)``.
         name: The parameter.
         layers: PEFT's layers around the module, the innermost first.
-        whole: Take all rows at once.
 
     Yields:
         Rows, or ``...`` for all; their values in the base, in the dtype that they are
@@ -110,7 +107,7 @@ def merge_rows(
 
     shapes = [parameter_of(plain, other).shape for other in readers]
     copies: list[Float32Layer] = []
-    for rows in [...] if whole else _blocks(module, layers, shapes):
+    for rows in _blocks(module, layers, shapes):
         read = {other: reader(rows) for other, reader in readers.items()}
         base = read[name]
         if not layers:
@@ -255,6 +252,8 @@ def _blocks(
         return [...]
 
     step = max(_BLOCK_BYTES * num_rows // num_bytes, 1)
+    if is_quantized_layer(module):
+        step += step % 2  # two rows of codes end with a whole byte
     starts = range(0, num_rows, step)
     return [slice(start, min(start + step, num_rows)) for start in starts]
 
@@ -377,10 +376,7 @@ def lazy_codes(
         own = sums[fqn] = ComparisonSums(8 // codes.per_byte)
         rounded: list[Tensor] = []
         start = 0
-        # each block has to begin with a byte
-        plain = plain_layer(layer, as_linear=True)
-        whole = parameter_of(plain, "weight").shape[1] % codes.per_byte != 0
-        for _, base, value in merge_rows(layer, "weight", layers, whole=whole):
+        for _, base, value in merge_rows(layer, "weight", layers):
             before = base.float()
             if start == 0:
                 found = codes.values_of(0, before.numel()).view_as(before)

@@ -303,13 +303,22 @@ class Gathering:
             yield
             return
 
+        failure: Exception | None = None
         try:
             yield
         except Exception as error:
-            self._compare(str(error))
-            raise
+            failure = error
 
-        tensors, found = self._compare(None)
+        tensors = [
+            (one.fqn, one.shape and tuple(one.shape), str(one.parameter.dtype))
+            for one in self._tensors
+        ]
+        found: list[Any] = [None] * distributed.get_world_size()
+        message = None if failure is None else str(failure)
+        distributed.all_gather_object(found, (message, tensors))
+        if failure is not None:
+            raise failure
+
         for rank, (message, others) in enumerate(found):
             if message is not None:
                 raise self._error(f"rank {rank} cannot {self._verb}: {message}")
@@ -319,16 +328,6 @@ class Gathering:
                     f"{distributed.get_rank()}: expected the same model on every rank, "
                     "prepared and sharded in the same way"
                 )
-
-    def _compare(self, error: str | None) -> tuple[Any, list[Any]]:
-        """Return this rank's tensors, and for each rank what failed on it and its tensors."""
-        tensors = [
-            (one.fqn, one.shape and tuple(one.shape), str(one.parameter.dtype))
-            for one in self._tensors
-        ]
-        found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, (error, tensors))
-        return tensors, found
 
     def lead(self, read: Callable[[], T]) -> T:
         """Call ``read`` on rank 0 while all other ranks help to gather.
