@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ExportError
-from ..model.bitsandbytes_layers import dequantized_dtype
 from ..model.quantization import is_quantized_layer, is_quantized_parameter
 from ..model.tree import ModelTree, join, shallow_copy
 from ..model.wrappers import is_adapter_class
@@ -40,8 +39,8 @@ from .forms import (
     skip_plain_layers,
     stays_quantized,
 )
-from .merged import Sums, lazy_codes, lazy_rounded, merge_rows
-from .plain import dequantize, make_plain
+from .merged import MergedModule
+from .plain import dequantize
 from .sums import ComparisonSums
 from .ties import configs_of_all, settle_ties
 from .twin import Twin
@@ -105,121 +104,6 @@ class Merged:
             "error": total.error if measures else None,
             "notes": (self.note,) if self.note else (),
         }
-
-
-@dataclass
-class MergedModule:
-    """A module of the twin whose tensors are computed.
-
-    Attributes:
-        fqn: The name of the module.
-        shell: The twin's module, whose tensors are replaced.
-        original: A copy of the shell as it was.
-        is_rounded: Whether its weight, of another library than bitsandbytes, is
-            dequantized to another dtype than the merged model's.
-        copy: The active copy of ``modules_to_save``, which runs instead of the
-            original.
-        layers: PEFT's layers with active adapters, the innermost first.
-    """
-
-    fqn: str
-    shell: nn.Module
-    original: nn.Module
-    is_rounded: bool = False
-    copy: nn.Module | None = None
-    layers: list[ActiveLayer] = field(default_factory=list)
-
-    @property
-    def source(self) -> nn.Module:
-        """The module that holds the values."""
-        return self.original if self.copy is None else self.copy
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether an adapter has a part in the module."""
-        return self.copy is not None or bool(self.layers)
-
-    def try_out(self) -> None:
-        """Merge the first rows and throw them away.
-
-        `ExportError` is raised where they are not merged exactly.
-        """
-        for one in self.layers:
-            name = one.parameter or "weight"
-            if self.source._parameters.get(name) is None:
-                why = f"{type(self.source).__name__} has no parameter {name!r}"
-                raise one.refusal(why)
-            next(merge_rows(self.source, name, self.layers))
-
-    def replace_tensors(
-        self, half: torch.dtype | None, seed: int | None, sums: Sums
-    ) -> None:
-        """Replace the shell's tensors by lazy ones.
-
-        Args:
-            half: The dtype of dequantized weights that do not name a half dtype;
-                ``None``: nothing is rounded.
-            seed: The seed of the codes of a weight that stays quantized; ``None``: a
-                quantized layer becomes a plain one.
-            sums: As for `lazy_rounded`, and there where ``seed`` is.
-        """
-        if is_quantized_layer(self.original) and seed is None:
-            make_plain(self.shell)
-        parameters = vars(self.shell)["_parameters"]
-        for name, value in self.source._parameters.items():
-            if value is None:
-                continue
-            fqn = join(self.fqn, name)
-            is_quantized = is_quantized_parameter(value)
-            is_rounded = self.is_rounded and name == "weight"
-            is_adapted = any(one.parameter in (None, name) for one in self.layers)
-            if is_quantized and seed is not None:
-                assert sums is not None
-                parameters[name] = lazy_codes(
-                    fqn, self.original, self.layers, seed, sums
-                )
-            elif is_quantized or is_rounded or is_adapted or self.copy is not None:
-                # of a quantized layer, that of the plain one in its place
-                shape = (parameters[name] if is_quantized else value).shape
-                parameters[name] = lazy_rounded(
-                    fqn,
-                    self.source,
-                    name,
-                    self.layers,
-                    shape,
-                    self._dtype(name, half),
-                    copy_of=None if self.copy is None else self.original,
-                    sums=sums,
-                )
-            else:
-                parameters[name] = value
-
-        for name, buffer in self.source._buffers.items():
-            before = self.original._buffers.get(name)
-            if buffer is not None and before is not None:
-                buffer = buffer.to(before.dtype)
-            self.shell._buffers[name] = buffer
-
-    def _dtype(self, name: str, half: torch.dtype | None) -> torch.dtype:
-        """Return the dtype to round to: that of the original, or a half one."""
-        before = self.original._parameters.get(name)
-        if before is None:
-            raise ExportError(
-                f"{self.fqn}: its trained copy has a {name}, but the base has none; "
-                "export without merging",
-                fqn=self.fqn,
-            )
-
-        if half is None:
-            return torch.float32
-        if self.is_rounded and name == "weight":
-            return half
-        if not is_quantized_parameter(before):
-            return before.dtype
-
-        # PEFT quantizes what some adapters leave in float32
-        own = dequantized_dtype(self.original, before)
-        return own if own in HALF_DTYPES else half
 
 
 def merge_into(

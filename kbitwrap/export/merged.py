@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from ..model.bitsandbytes_layers import (
     STATISTICS,
     Rows,
     codes_of,
+    dequantized_dtype,
     dequantizer,
     quantized_layer,
 )
 from ..model.quantization import is_quantized_layer, is_quantized_parameter
-from ..model.tree import shallow_copy
+from ..model.tree import join, shallow_copy
 from ..tensors.codes import RandomNumbers
+from ..tensors.dtypes import HALF_DTYPES
 from ..tensors.lazy import LazyTensor, values_of
 from .adapters import ActiveLayer, refuse_infinite
 from .float32 import (
@@ -35,7 +38,7 @@ from .float32 import (
     merges_by_rows,
     probe_of,
 )
-from .plain import is_transposed, parameter_of, plain_layer
+from .plain import is_transposed, make_plain, parameter_of, plain_layer
 from .sums import ComparisonSums
 
 # The float32 values of a block of rows. Merging it takes several times these bytes, and
@@ -57,11 +60,6 @@ _OF_STORAGE = (
 _REMEDY = "merge it as 'mixed' or 'half'"
 Sums = dict[str, ComparisonSums] | None
 """The sums of the tensors that were computed, by name; ``None``: nobody wants any."""
-
-
-# --------------------------------------------------------------------------------------
-# The formula.
-# --------------------------------------------------------------------------------------
 
 
 def merge_rows(
@@ -266,150 +264,224 @@ def _row_reader(module: nn.Module, name: str) -> Callable[[Rows], Tensor]:
     return values_of(parameter).__getitem__
 
 
-# --------------------------------------------------------------------------------------
-# Rounded once.
-# --------------------------------------------------------------------------------------
+@dataclass
+class MergedModule:
+    """A module of the twin whose tensors are computed.
 
-
-def lazy_rounded(
-    fqn: str,
-    module: nn.Module,
-    name: str,
-    layers: Sequence[ActiveLayer],
-    shape: torch.Size,
-    dtype: torch.dtype,
-    *,
-    copy_of: nn.Module | None = None,
-    sums: Sums = None,
-) -> LazyTensor:
-    """Make the tensor that a merged model has for a parameter, rounded to a dtype.
-
-    Args:
-        fqn: The name of the tensor.
-        module: The base's module, or a trained copy of it.
-        name: The parameter.
-        layers: As for `merge_rows`.
-        shape: The shape of the tensor.
-        dtype: The dtype; float32 rounds nothing.
-        copy_of: The module that ``module`` is a trained copy of.
-        sums: Takes the sums over what is added and what rounding takes.
+    Attributes:
+        fqn: The name of the module.
+        shell: The twin's module, whose tensors are replaced.
+        original: A copy of the shell as it was.
+        is_rounded: Whether its weight, of another library than bitsandbytes, is
+            dequantized to another dtype than the merged model's.
+        copy: The active copy of ``modules_to_save``, which runs instead of the
+            original.
+        layers: PEFT's layers with active adapters, the innermost first.
     """
-    is_adapted = copy_of is not None or bool(layers)
-    is_turned = name == "weight" and is_transposed(module)
 
-    def compute() -> Tensor:
-        source = module
-        whole = None
-        parameter = parameter_of(module, name)
-        if isinstance(parameter, LazyTensor) and parameter.is_own:
-            # Nobody else reads these values: each block takes the place of its own.
-            values = values_of(parameter)
-            source = shallow_copy(module)
-            vars(source)["_parameters"][name] = values
-            whole = values.to(dtype).contiguous()
+    fqn: str
+    shell: nn.Module
+    original: nn.Module
+    is_rounded: bool = False
+    copy: nn.Module | None = None
+    layers: list[ActiveLayer] = field(default_factory=list)
 
-        own = None
-        if sums is not None and is_adapted:
-            own = sums[fqn] = ComparisonSums(8 * dtype.itemsize)
-        read_original = None if copy_of is None else _row_reader(copy_of, name)
-        for rows, base, value in merge_rows(source, name, layers):
-            rounded = value.to(dtype)
-            if is_adapted:
-                refuse_infinite(fqn, rounded)
-            if own is not None:
-                before = base if read_original is None else read_original(rows)
-                parts = [
-                    one.reshape(-1).split(_SUMMED_AT_ONCE)
-                    for one in (before, value, rounded)
-                ]
-                for old, exact, new in zip(*parts, strict=True):
-                    own.add(exact - old.float(), new.float() - exact)
-            if whole is None:
-                whole = rounded.new_empty(shape[::-1] if is_turned else shape)
-            whole[rows] = rounded
-            del base, value, rounded  # their memory is free while the next are merged
+    @property
+    def source(self) -> nn.Module:
+        """The module that holds the values."""
+        return self.original if self.copy is None else self.copy
 
-        assert whole is not None
-        return whole.t() if is_turned else whole
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter has a part in the module."""
+        return self.copy is not None or bool(self.layers)
 
-    return LazyTensor(shape, dtype, compute, is_own=True)
+    def try_out(self) -> None:
+        """Merge the first rows and throw them away.
 
+        `ExportError` is raised where they are not merged exactly.
+        """
+        for one in self.layers:
+            name = one.parameter or "weight"
+            if self.source._parameters.get(name) is None:
+                why = f"{type(self.source).__name__} has no parameter {name!r}"
+                raise one.refusal(why)
+            next(merge_rows(self.source, name, self.layers))
 
-# --------------------------------------------------------------------------------------
-# Rounded to codes.
-# --------------------------------------------------------------------------------------
+    def replace_tensors(
+        self, half: torch.dtype | None, seed: int | None, sums: Sums
+    ) -> None:
+        """Replace the shell's tensors by lazy ones.
 
+        Args:
+            half: The dtype of dequantized weights that do not name a half dtype;
+                ``None``: nothing is rounded.
+            seed: The seed of the codes of a weight that stays quantized; ``None``: a
+                quantized layer becomes a plain one.
+            sums: The sums of the tensors, which are added to; there where ``seed`` is.
+        """
+        if is_quantized_layer(self.original) and seed is None:
+            make_plain(self.shell)
+        parameters = vars(self.shell)["_parameters"]
+        for name, value in self.source._parameters.items():
+            if value is None:
+                continue
+            is_quantized = is_quantized_parameter(value)
+            is_rounded = self.is_rounded and name == "weight"
+            is_adapted = any(one.parameter in (None, name) for one in self.layers)
+            if is_quantized and seed is not None:
+                assert sums is not None
+                parameters[name] = self._codes(seed, sums)
+            elif is_quantized or is_rounded or is_adapted or self.copy is not None:
+                # of a quantized layer, that of the plain one in its place
+                shape = (parameters[name] if is_quantized else value).shape
+                dtype = self._dtype(name, half)
+                parameters[name] = self._rounded(name, shape, dtype, sums)
+            else:
+                parameters[name] = value
 
-def lazy_codes(
-    fqn: str,
-    module: nn.Module,
-    layers: Sequence[ActiveLayer],
-    seed: int,
-    sums: dict[str, ComparisonSums],
-) -> LazyTensor:
-    """Make a quantized weight with other codes, and with the statistics that it has.
+        for name, buffer in self.source._buffers.items():
+            before = self.original._buffers.get(name)
+            if buffer is not None and before is not None:
+                buffer = buffer.to(before.dtype)
+            self.shell._buffers[name] = buffer
 
-    What the adapters add to a value is added to what its code stands for, and rounded
-    at random (`Codes.round_at_random`). The numbers follow from the weight's name and a
-    seed: it can be computed again.
-
-    Args:
-        fqn: The name of the weight.
-        module: The layer as its base is.
-        layers: As for `merge_rows`.
-        seed: The seed.
-        sums: Takes the sums over what is added and what rounding takes.
-    """
-    stored = module.get_parameter("weight")
-
-    @torch.no_grad()
-    def compute() -> Tensor:
-        layer = quantized_layer(module)
-        weight = layer.get_parameter("weight")
-        codes = codes_of(layer)
-        if codes is None:
+    def _dtype(self, name: str, half: torch.dtype | None) -> torch.dtype:
+        """Return the dtype to round to: that of the original, or a half one."""
+        before = self.original._parameters.get(name)
+        if before is None:
             raise ExportError(
-                f"{fqn} has no codes (has_fp16_weights): merge it as 'half'", fqn=fqn
+                f"{self.fqn}: its trained copy has a {name}, but the base has none; "
+                "export without merging",
+                fqn=self.fqn,
             )
 
-        random = RandomNumbers(fqn, seed)
-        own = sums[fqn] = ComparisonSums(8 // codes.per_byte)
-        rounded: list[Tensor] = []
-        start = 0
-        for _, base, value in merge_rows(layer, "weight", layers):
-            before = base.float()
-            if start == 0:
-                found = codes.values_of(0, before.numel()).view_as(before)
-                off = (found - before).abs().max()
-                if off > _MOST_ROUNDED * before.abs().max():
-                    raise ExportError(
-                        f"{fqn}: bitsandbytes computes other values on "
-                        f"{before.device.type} than the codes and scales stand for, as "
-                        f"it does where a row is no multiple of a block; {_REMEDY}",
-                        fqn=fqn,
-                    )
-            refuse_infinite(fqn, value)
-            delta = value.sub_(before).flatten()
-            for part in delta.split(_ROUNDED_AT_ONCE):
-                result = codes.round_at_random(start, part, random)
-                start += len(part)
-                own.add(part, result.off)
-                own.num_clipped += result.num_clipped
-                rounded.append(result.stored)
+        if half is None:
+            return torch.float32
+        if self.is_rounded and name == "weight":
+            return half
+        if not is_quantized_parameter(before):
+            return before.dtype
 
-        share = own.num_clipped / start
-        if share > _MOST_CLIPPED:
-            raise ExportError(
-                f"{fqn}: {share:.2%} of the merged weights are beyond the range of their "
-                "quantization, whose statistics stay the base's: the delta is too large "
-                f"for them; {_REMEDY}",
-                fqn=fqn,
-            )
+        # PEFT quantizes what some adapters leave in float32
+        own = dequantized_dtype(self.original, before)
+        return own if own in HALF_DTYPES else half
 
-        return torch.cat(rounded).view(weight.dtype).view(weight.shape)
+    def _rounded(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, sums: Sums
+    ) -> LazyTensor:
+        """Make the tensor of a parameter, rounded to a dtype: float32 rounds nothing.
 
-    made = LazyTensor(stored.shape, stored.dtype, compute, is_own=True)
-    for name in STATISTICS:
-        if name in vars(stored):
-            vars(made)[name] = vars(stored)[name]
-    return made
+        The sums over what is added and what rounding takes are put into ``sums``.
+        """
+        fqn, module = join(self.fqn, name), self.source
+        is_turned = name == "weight" and is_transposed(module)
+
+        def blocks(source: nn.Module = module) -> Iterator[tuple[Rows, Tensor]]:
+            own = None
+            if sums is not None and self.is_adapted:
+                own = sums[fqn] = ComparisonSums(8 * dtype.itemsize)
+            read_original = None
+            if self.copy is not None:
+                read_original = _row_reader(self.original, name)
+            for rows, base, value in merge_rows(source, name, self.layers):
+                rounded = value.to(dtype)
+                if self.is_adapted:
+                    refuse_infinite(fqn, rounded)
+                if own is not None:
+                    before = base if read_original is None else read_original(rows)
+                    parts = [
+                        one.reshape(-1).split(_SUMMED_AT_ONCE)
+                        for one in (before, value, rounded)
+                    ]
+                    for old, exact, new in zip(*parts, strict=True):
+                        own.add(exact - old.float(), new.float() - exact)
+                del base, value
+                yield rows, rounded
+                del rounded  # its memory is free while the next rows are merged
+
+        def compute() -> Tensor:
+            source = module
+            whole = None
+            parameter = parameter_of(module, name)
+            if isinstance(parameter, LazyTensor) and parameter.is_own:
+                # Nobody else reads these values: each block takes the place of its own.
+                values = values_of(parameter)
+                source = shallow_copy(module)
+                vars(source)["_parameters"][name] = values
+                whole = values.to(dtype).contiguous()
+
+            for rows, block in blocks(source):
+                if whole is None:
+                    whole = block.new_empty(shape[::-1] if is_turned else shape)
+                whole[rows] = block
+                del block
+
+            assert whole is not None
+            return whole.t() if is_turned else whole
+
+        def pieces() -> Iterator[Tensor]:
+            for _, block in blocks():
+                yield block
+                del block
+
+        in_pieces = None if is_turned else pieces
+        return LazyTensor(shape, dtype, compute, in_pieces, is_own=True)
+
+    def _codes(self, seed: int, sums: dict[str, ComparisonSums]) -> LazyTensor:
+        """Make a quantized weight with other codes, and with the statistics that it has.
+
+        What the adapters add to a value is added to what its code stands for, and rounded
+        at random (`Codes.round_at_random`). The numbers follow from the weight's name and a
+        seed: it can be computed again.
+        """
+        fqn, module = join(self.fqn, "weight"), self.original
+        stored = module.get_parameter("weight")
+
+        @torch.no_grad()
+        def compute() -> Tensor:
+            layer = quantized_layer(module)
+            weight = layer.get_parameter("weight")
+            codes = codes_of(layer)
+            assert codes is not None
+            random = RandomNumbers(fqn, seed)
+            own = sums[fqn] = ComparisonSums(8 // codes.per_byte)
+            rounded: list[Tensor] = []
+            start = 0
+            for _, base, value in merge_rows(layer, "weight", self.layers):
+                before = base.float()
+                if start == 0:
+                    found = codes.values_of(0, before.numel()).view_as(before)
+                    off = (found - before).abs().max()
+                    if off > _MOST_ROUNDED * before.abs().max():
+                        raise ExportError(
+                            f"{fqn}: bitsandbytes computes other values on "
+                            f"{before.device.type} than the codes and scales stand for, as "
+                            f"it does where a row is no multiple of a block; {_REMEDY}",
+                            fqn=fqn,
+                        )
+                refuse_infinite(fqn, value)
+                delta = value.sub_(before).flatten()
+                for part in delta.split(_ROUNDED_AT_ONCE):
+                    result = codes.round_at_random(start, part, random)
+                    start += len(part)
+                    own.add(part, result.off)
+                    own.num_clipped += result.num_clipped
+                    rounded.append(result.stored)
+
+            share = own.num_clipped / start
+            if share > _MOST_CLIPPED:
+                raise ExportError(
+                    f"{fqn}: {share:.2%} of the merged weights are beyond the range of their "
+                    "quantization, whose statistics stay the base's: the delta is too large "
+                    f"for them; {_REMEDY}",
+                    fqn=fqn,
+                )
+
+            return torch.cat(rounded).view(weight.dtype).view(weight.shape)
+
+        made = LazyTensor(stored.shape, stored.dtype, compute, is_own=True)
+        for name in STATISTICS:
+            if name in vars(stored):
+                vars(made)[name] = vars(stored)[name]
+        return made

@@ -14,7 +14,6 @@ import transformers
 from torch import nn
 from transformers import LlamaForCausalLM
 
-import kbitwrap.export.merge as merge_module
 import kbitwrap.export.merged as merged_module
 from kbitwrap import (
     ConfigError,
@@ -24,6 +23,7 @@ from kbitwrap import (
     ManifestError,
     StateError,
 )
+from kbitwrap.export.merged import MergedModule
 from kbitwrap.tensors import lazy
 from support import training, zoo
 from support.files import tensors_of
@@ -117,16 +117,16 @@ def test_stacks_of_adapted_experts_are_in_order_and_computed_twice_at_most(
     config = peft.LoraConfig(target_modules=[], target_parameters=stacks, init_lora_weights=False)
     peft.get_peft_model(wrapper.model, config)
     computed: list[str] = []
-    make = merge_module.lazy_rounded
+    make = MergedModule._rounded
 
-    def counting(fqn: str, *args: Any, **options: Any) -> lazy.LazyTensor:
-        made = make(fqn, *args, **options)
+    def counting(merged: MergedModule, name: str, *args: Any) -> lazy.LazyTensor:
+        made = make(merged, name, *args)
         compute = made._compute
-        made._compute = lambda: [computed.append(fqn), compute()][1]
+        made._compute = lambda: [computed.append(f"{merged.fqn}.{name}"), compute()][1]
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(merge_module, "lazy_rounded", counting)
+        patch.setattr(MergedModule, "_rounded", counting)
         for _ in wrapper.merged_weights():
             pass
     assert {*stacks} <= {*computed}
