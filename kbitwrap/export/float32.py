@@ -103,9 +103,8 @@ def probe_of(plain: nn.Module) -> Tensor:
         sizes = [2 * size + 1 for size in fields["kernel_size"]]
         shape = [2, fields["in_channels"], *sizes]
     else:
-        # ``nx`` is the width of transformers' ``Conv1D``; a norm's is the last
-        # dimension of its weight.
-        width = fields.get("in_features", fields.get("nx", weight.shape[-1]))
+        # of transformers' ``Conv1D``, whose weight is transposed, and of all others
+        width = fields.get("nx", weight.shape[-1])
         # One output alone may be near zero by chance, and its rounding then seem large.
         num_vectors = math.ceil(_LEAST_OUTPUTS * width / weight.numel())
         shape = [1, num_vectors, width]

@@ -168,7 +168,8 @@ class Gathering:
         """Return the whole of a parameter, on rank 0, which lets the others gather it too."""
         with self._together(self._tensors[index].fqn):
             _tell(index)
-        return self._gather(index)
+            gathered: Tensor = self._gather(index)
+            return gathered
 
     def _add(self, tensor: NamedTensor, shape: torch.Size | None) -> int:
         """Add a parameter to those that can be gathered, and return its number.
@@ -188,31 +189,29 @@ class Gathering:
         self._tensors.append(Shard(tensor.fqn, shape, parameter, unit))
         return len(self._tensors) - 1
 
-    def _gather(self, index: int) -> Tensor:
+    def _gather(self, index: int) -> Any:
         """Return the whole of a parameter, in memory of its own; all ranks call it."""
         one = self._tensors[index]
-        with self._together(one.fqn):
-            if one.unit is not None:
-                self._open(one.unit)
-                if one.shape not in (None, one.parameter.shape):
-                    raise ExportError(
-                        f"{one.fqn} was resized since the model was prepared",
-                        fqn=one.fqn,
-                    )
-                return one.parameter.detach().clone()  # type: ignore[no-any-return]
+        if one.unit is not None:
+            self._open(one.unit)
+            if one.shape not in (None, one.parameter.shape):
+                raise ExportError(
+                    f"{one.fqn} was resized since the model was prepared", fqn=one.fqn
+                )
+            return one.parameter.detach().clone()
 
-            if is_partition(one.parameter):
-                zero: Any = sys.modules["deepspeed"].zero
-                with zero.GatheredParameters([one.parameter]):
-                    # the partition gets other memory, and leaves this to whoever holds it
-                    return one.parameter.detach().as_subclass(torch.Tensor)  # type: ignore[no-any-return]
+        if is_partition(one.parameter):
+            zero: Any = sys.modules["deepspeed"].zero
+            with zero.GatheredParameters([one.parameter]):
+                # the partition gets other memory, and leaves this to whoever holds it
+                return one.parameter.detach().as_subclass(torch.Tensor)
 
-            # offloaded: gathered where the ranks communicate
-            tensor = one.parameter.detach()
-            kind = tensor.device_mesh.device_type
-            if tensor.device.type != kind:
-                tensor = tensor.to(kind)
-            return tensor.full_tensor()  # type: ignore[no-any-return]
+        # offloaded: gathered where the ranks communicate
+        tensor = one.parameter.detach()
+        kind = tensor.device_mesh.device_type
+        if tensor.device.type != kind:
+            tensor = tensor.to(kind)
+        return tensor.full_tensor()
 
     def _open(self, unit: nn.Module | None) -> None:
         """Make a unit of FSDP1 whole, and shard the one that was; all ranks call it."""
