@@ -102,12 +102,17 @@ def export_model(
                 warnings.warn(merged.note, UserWarning, stacklevel=caller_level())
 
         def write() -> ExportReport:
+            # the folders, or the names on the hub, that all of it was loaded from
+            read = [getattr(processing_class, "name_or_path", None)]
+            read += [
+                getattr(one, "_name_or_path", None) for one in configs_of_all(live)
+            ]
             writing = checkpoint_writer(
                 path,
                 "export",
                 overwrite=overwrite,
                 progress=progress,
-                sources=_sources(live, processing_class),
+                sources=read,
             )
             refusing = _refusing(twin.model, f"{os.fspath(path)} is as it was")
             with writing as writer, refusing:
@@ -156,16 +161,6 @@ def _twin_of(
     return twin, gathering
 
 
-def _sources(model: nn.Module, processing_class: Any) -> set[str]:
-    """Return the places that a model and its tokenizer were loaded from.
-
-    They are folders, or names on the hub.
-    """
-    found = [getattr(processing_class, "name_or_path", None)]
-    found += [getattr(one, "_name_or_path", None) for one in configs_of_all(model)]
-    return {name for name in found if isinstance(name, str)}
-
-
 def merged_weights(
     model: nn.Module,
     preparation: Preparation,
@@ -192,7 +187,32 @@ def merged_weights(
             tensors.update(saved_tensors(twin.model))
 
         gathering.lead(merge)
-    return gathering.lead_each(_computed(tensors, moment, moment()))
+    before = moment()
+
+    def computed() -> Iterator[tuple[str, torch.Tensor]]:
+        # What the next tensor may be made of, too. The caller's code runs in none of the
+        # modes that a tensor is computed in, and nothing here holds what was handed out.
+        kept: dict[LazyTensor, torch.Tensor] = {}
+        for fqn in [*tensors]:
+            if moment() != before:
+                raise StateError(
+                    f"merged_weights() began while the wrapper was {before[0]}, and it "
+                    "was suspended, resumed or restored since; iterate again from the "
+                    "beginning",
+                    state=moment()[0],
+                    expected=(before[0],),
+                )
+            tensor = tensors.pop(fqn)
+            with plain_mode(), keeping_last(kept, device=None):
+                if isinstance(tensor, LazyTensor):
+                    value = tensor.own()
+                else:
+                    value = tensor.detach().clone(memory_format=torch.contiguous_format)
+            del tensor
+            yield fqn, value
+            del value
+
+    return gathering.lead_each(computed())
 
 
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -225,38 +245,6 @@ def _refusing(model: Any, state: str) -> Iterator[None]:
         raise ExportError(
             f"{type(model).__name__} could not be saved: {error}; {state}"
         ) from error
-
-
-def _computed(
-    tensors: dict[str, torch.Tensor],
-    moment: Callable[[], tuple[Any, ...]],
-    before: tuple[Any, ...],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor by its name, in memory of its own.
-
-    The modes that it is computed in end before it is handed out: the caller's code runs
-    in none of them. Nothing here holds it any longer then.
-    """
-    # what the next tensor may be made of, too
-    kept: dict[LazyTensor, torch.Tensor] = {}
-    for fqn in [*tensors]:
-        if moment() != before:
-            raise StateError(
-                f"merged_weights() began while the wrapper was {before[0]}, and it was "
-                "suspended, resumed or restored since; iterate again from the "
-                "beginning",
-                state=moment()[0],
-                expected=(before[0],),
-            )
-        tensor = tensors.pop(fqn)
-        with plain_mode(), keeping_last(kept, device=None):
-            if isinstance(tensor, LazyTensor):
-                value = tensor.own()
-            else:
-                value = tensor.detach().clone(memory_format=torch.contiguous_format)
-        del tensor
-        yield fqn, value
-        del value
 
 
 def save_model(
