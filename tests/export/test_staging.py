@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kbitwrap import ExportError
+from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
 from support import forks
 from support.killing import fork
@@ -198,6 +199,7 @@ import os, resource, sys
 from pathlib import Path
 import torch
 from kbitwrap import ExportError
+from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
 from kbitwrap.export.writer import write_safetensors
 
