@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
@@ -28,6 +29,9 @@ _NEW, _OLD, _REPLACED = "new", "old", "replaced"
 _HIDDEN = ".kbitwrap-"
 # A folder without them is taken for no checkpoint.
 _LAST = ("adapter_config.json", "config.json")
+# The errors of renaming a folder where its files can still be replaced one by one: a
+# mount point, a lower layer, another user's.
+_IN_PLACE = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES)
 _MOST_NAMED = 5
 
 Owns = Callable[[Path], bool]
@@ -66,11 +70,22 @@ def staged(
         folder.mkdir()
         yield folder
         _refuse_strange(target, where, owns, overwrite)
-        try:
-            os.rename(folder, target)
-        except OSError:  # it is not empty, or no folder can be renamed there
-            target.mkdir(exist_ok=True)
-            _replace_files(hidden, target)
+        # in one step where the system can, else file by file
+        outside = _moved_out(hidden, target)
+        is_there = False
+        if outside is not None and os.path.lexists(target) and any(target.iterdir()):
+            is_there = _exchange(outside / _NEW, target)
+        elif outside is not None:
+            try:
+                # takes the place of an empty folder, and of nothing else
+                os.rename(outside / _NEW, target)
+                is_there = True
+            except OSError as error:
+                if error.errno not in _IN_PLACE:
+                    raise
+                target.mkdir(exist_ok=True)
+        if not is_there:
+            _move_in(outside or hidden, target)
 
 
 def atomic_write(path: StrPath, data: bytes, owns: Owns) -> None:
@@ -133,21 +148,35 @@ def _refuse_strange(target: Path, where: str, owns: Owns, overwrite: bool) -> No
 
 
 def _refuse_sources(target: Path, where: str, sources: Iterable[object]) -> None:
-    """Raise where a destination is, holds or lies in one of the sources, by whatever link."""
+    """Raise where a destination is, holds or lies in one of the sources, by whatever link or mount."""
+    around = _identities([target, *target.parents])
     for given in sources:
-        if not isinstance(given, (str, os.PathLike)) or not os.path.exists(given):
+        if not isinstance(given, (str, os.PathLike)):
             continue
-        source = Path(os.path.realpath(given))
-        # the source, and the folders that hold it, or what links in it lead to
-        held = {source, *source.parents}
-        for entry in source.iterdir() if source.is_dir() else []:
-            if entry.is_symlink():
-                held.update(Path(os.path.realpath(entry)).parents)
-        if target in held or source in target.parents:
+        source = os.fspath(given)
+        # the source, what links in it lead to, and the folders that hold any of these
+        read = [source] if os.path.exists(source) else []
+        if os.path.isdir(source):
+            read += [entry.path for entry in os.scandir(source) if entry.is_symlink()]
+        holding: list[Path] = []
+        for path in read:
+            holding += Path(os.path.realpath(path)).parents
+        lies_in = _identities([source]) & around
+        if lies_in or _identities([target]) & _identities(holding):
             raise ExportError(
-                f"{where}: is, holds or lies in {os.fspath(given)!r}, which is read; "
+                f"{where}: is, holds or lies in {source!r}, which is read; "
                 "nothing was written: choose a destination outside"
             )
+
+
+def _identities(paths: Iterable[StrPath]) -> set[tuple[int, int]]:
+    """Return the device and inode of each path that is there, which tell it from all others."""
+    found = set()
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(path)
+            found.add((status.st_dev, status.st_ino))
+    return found
 
 
 # --------------------------------------------------------------------------------------
@@ -172,9 +201,10 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
         # the hidden folders that killed processes left, beside the destination or in it
         found = [*target.parent.glob(f"{prefix}*"), *target.glob(f"{prefix}*")]
         for leftover in found if sys.platform != "win32" else []:
-            lock = _lock(leftover)
+            with contextlib.suppress(PermissionError):  # another user's
+                lock = _lock(leftover)
             if lock is not None:
-                _clear(leftover, target)
+                _clear(leftover.name, target)
                 os.close(lock)
                 lock = None
         # another one where it was taken for a leftover before it was locked
@@ -194,7 +224,7 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
     finally:
         # again, where an error came at the line above
         if hidden is not None:
-            finish(_clear, hidden, target)
+            finish(_clear, hidden.name, target)
         for parent in made:
             with contextlib.suppress(OSError):  # not empty
                 parent.rmdir()
@@ -216,11 +246,14 @@ def _resolved(path: StrPath) -> Path:
 
     # A base that was given by its name lies in the cache, and so do others' models.
     cache = Path(os.path.realpath(constants.HF_HUB_CACHE))
-    if cache in (target, *target.parents):
-        raise ExportError(
-            f"{os.fspath(path)}: {os.fspath(cache)!r} is the hub's cache, from which "
-            "other programs load; nothing was written: choose a destination outside"
-        )
+    for folder in (target, *target.parents):
+        has_blobs = os.path.isdir(folder / "blobs") or os.path.isdir(folder / "refs")
+        is_repository = os.path.isdir(folder / "snapshots") and has_blobs
+        if folder == cache or is_repository:
+            raise ExportError(
+                f"{os.fspath(path)}: {os.fspath(folder)!r} is the hub's cache, from which "
+                "other programs load; nothing was written: choose a destination outside"
+            )
 
     return target
 
@@ -228,14 +261,14 @@ def _resolved(path: StrPath) -> Path:
 def _lock(folder: Path) -> int | None:
     """Lock a folder until the descriptor is closed or the process ends.
 
-    ``None`` is returned where it is locked, gone or another user's.
+    ``None`` is returned where it is locked or gone.
     """
     # folders cannot be opened there: nothing is locked, and nothing taken for a
     # leftover
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
 
-    with contextlib.suppress(FileNotFoundError, PermissionError):
+    with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,42 +279,110 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _clear(hidden: Path, target: Path) -> None:
+def _clear(name: str, target: Path) -> None:
     """Remove a hidden folder.
 
-    A replacement of files that was stopped is taken back first; it is completed where
-    all old files were out.
+    A replacement file by file that was stopped is taken back first; it is completed
+    where all old files were out.
     """
-    if (hidden / _OLD).exists():
-        _move(_in_order(hidden / _OLD), target)
-    elif (hidden / _REPLACED).exists() and (hidden / _NEW).exists():
-        _move(_in_order(hidden / _NEW), target)
-    shutil.rmtree(hidden, ignore_errors=True)
+    for hidden in (target / name, target.parent / name):
+        if (hidden / _OLD).exists():
+            _move(_in_order(hidden / _OLD), target)
+        elif (hidden / _REPLACED).exists() and (hidden / _NEW).exists():
+            _move(_in_order(hidden / _NEW), target)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _replace_files(hidden: Path, target: Path) -> None:
-    """Put the new files in the place of those in a folder.
+# --------------------------------------------------------------------------------------
+# The new content takes the place of the old.
+# --------------------------------------------------------------------------------------
+
+
+def _moved_out(hidden: Path, target: Path) -> Path | None:
+    """Move a hidden folder out of a destination.
+
+    ``None`` is returned where no folder of ours can take the destination's place.
+    """
+    if hidden.parent != target:
+        return hidden
+
+    new, old = (hidden / _NEW).stat(), target.stat()
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        return None
+
+    is_here = _identities([target]) == _identities([os.curdir])
+    if is_here or len([*target.glob(f"{_HIDDEN}*")]) > 1:
+        return None
+
+    shutil.copymode(target, hidden / _NEW)
+    outside = target.parent / hidden.name
+    try:
+        os.rename(hidden, outside)
+    # a mount point, or one in a folder of another user's
+    except OSError:
+        return None
+
+    return outside
+
+
+def _move_in(hidden: Path, target: Path) -> None:
+    """Replace the files in a folder.
 
     At no moment is it a checkpoint of both old and new ones.
     """
-    new, old = hidden / _NEW, hidden / _OLD
+    new, old, replaced = hidden / _NEW, hidden / _OLD, hidden / _REPLACED
     old.mkdir()
     _move(reversed(_in_order(target)), old)
     # If the process stops after this line, `_clear` continues with the new content.
-    os.rename(old, hidden / _REPLACED)
-    _move(_in_order(new), target)
-    for path in new.iterdir():
-        raise FileExistsError(errno.EEXIST, "written by others", target / path.name)
+    os.rename(old, replaced)
+    try:
+        _move(_in_order(new), target)
+        # Others wrote a file of the same name meanwhile: `_move` left ours.
+        for path in new.iterdir():
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target / path.name)
+            )
+    except OSError:
+        _move(reversed(_in_order(target)), new)
+        os.rename(replaced, old)
+        raise
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """Return what is in a folder; without the last one the folder is taken for no checkpoint."""
+    """Return the files in a folder; without the last one the folder is taken for no checkpoint."""
     entries = [path for path in folder.iterdir() if not path.name.startswith(_HIDDEN)]
     return sorted(entries, key=lambda path: (path.name in _LAST, path.name))
 
 
 def _move(paths: Iterable[Path], folder: Path) -> None:
-    """Move files to another folder; where one of the same name is there, it stays."""
+    """Move files, and those in folders, to another folder.
+
+    What has the same name there stays, and what would take its place is not moved.
+    """
     for path in paths:
-        if not os.path.lexists(folder / path.name):
-            os.rename(path, folder / path.name)
+        there = folder / path.name
+        if path.is_dir() and not path.is_symlink():
+            there.mkdir(exist_ok=True)
+            _move(path.iterdir(), there)
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
+        elif not os.path.lexists(there):
+            os.rename(path, there)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths in one step.
+
+    It is false where the system, or the file system, cannot; both are as they were.
+    """
+    if sys.platform != "linux":
+        return False
+
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+
+    # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
+    here, exchange = -100, 2
+    code = renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange)
+    return bool(code == 0)

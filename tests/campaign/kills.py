@@ -26,8 +26,6 @@ def write(destination):
 MANIFEST = EXPORT.replace("prepared.export(destination)", "manifest.save(destination)").replace(
     "def write", "manifest = prepared.manifest()\ndef write"
 )
-# A kill may leave a part of the files in sight until the next write, which makes it whole; but never a config, without
-# which it is taken for no checkpoint.
 OVERWRITTEN = """
 import os
 from kbitwrap.export import staging
@@ -37,6 +35,12 @@ def write(destination):
         for name in ("config.json", *"abcde"):
             (out / name).write_text(destination.name)
 """
+# Where folders cannot be exchanged a kill may leave a part of the files in sight until the next write, which makes it
+# whole; but never a config, without which it is taken for no checkpoint.
+FILE_BY_FILE = OVERWRITTEN.replace("target =", "staging._exchange = lambda first, second: False\ntarget =")
+# As in the working directory, at a mount point and in a folder of others.
+STAYS = "staging._moved_out = lambda hidden, target: None if hidden.parent == target else hidden"
+IN_PLACE = OVERWRITTEN.replace("target =", f"{STAYS}\ntarget =")
 CONVERT = """
 from kbitwrap import convert_checkpoint
 source = folder.parent / "source"
@@ -47,6 +51,8 @@ PROGRAMS = {
     "export": EXPORT,
     "manifest": MANIFEST,
     "overwrite": OVERWRITTEN,
+    "overwrite file by file": FILE_BY_FILE,
+    "overwrite in place": IN_PLACE,
     "convert": CONVERT,
 }
 
@@ -77,6 +83,7 @@ def trials(seed: int, tries: int = 20) -> Iterator[list[str]]:
 def kill(program: str, folder: Path, tries: int, seed: int, hit: list[int]) -> Iterator[list[str]]:
     """Kill one program, and say of each kill what is not whole; note those that left a temporary."""
     is_overwriting = "overwrite=True" in program
+    is_in_one_step = "staging._" not in program
     for attempt, paths in enumerate(kill_at_random(program, folder, tries, seed=seed)):
         there = {path.name: content(path) for path in paths if not path.name.startswith(".")}
         if attempt == 0:
@@ -85,7 +92,7 @@ def kill(program: str, folder: Path, tries: int, seed: int, hit: list[int]) -> I
         if is_overwriting:
             found = there.pop("target", {})
             is_whole = {*found} == {"config.json", *"abcde"} and len(set(found.values())) == 1
-            is_none = attempt <= tries and "config.json" not in found
+            is_none = not is_in_one_step and attempt <= tries and "config.json" not in found
             violations = [] if is_whole or is_none else [f"the old and the new: {found}"]
             paths += folder.glob("target/.*")
         else:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from kbitwrap import ConfigError, ExportError, KbitPreparedModel, convert_checkpoint, merge_checkpoint
 from kbitwrap.checkpoints.merge import _CARD
 from kbitwrap.cli import main
+from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
 from kbitwrap.export.writer import checkpoint_writer
 from support import zoo
@@ -356,6 +357,7 @@ def refuse_to_rename_folders(code: int) -> None:
         rename(source, destination)
 
     os.rename = refuse_folders  # type: ignore[assignment]
+    staging_module._exchange = lambda first, second: False
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EBUSY, errno.EACCES, errno.EPERM])
@@ -365,6 +367,7 @@ def test_where_folders_cannot_be_renamed_their_files_are(
 ) -> None:
     make(tmp_path / "out")
     monkeypatch.setattr(os, "rename", os.rename)
+    monkeypatch.setattr(staging_module, "_exchange", staging_module._exchange)
     refuse_to_rename_folders(code)
     write(tmp_path / "out")
     assert read(tmp_path / "out") == NEW

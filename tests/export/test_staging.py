@@ -124,7 +124,12 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
 
 
-def test_overwriting_replaces_the_whole_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_overwriting_replaces_the_whole_folder(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
     write_folder(tmp_path / "out", "old")
     (tmp_path / "out" / "c").write_text("old")
     write_folder(tmp_path / "out", "new", overwrite=True)
@@ -132,13 +137,22 @@ def test_overwriting_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
 
 
+def test_linux_exchanges_folders_in_one_step(tmp_path: Path) -> None:
+    write_folder(tmp_path / "a", "a")
+    write_folder(tmp_path / "b", "b")
+    assert staging_module._exchange(tmp_path / "a", tmp_path / "b")
+    assert (content_of(tmp_path / "a"), content_of(tmp_path / "b")) == (["b", "b"], ["a", "a"])
+    assert not staging_module._exchange(tmp_path / "a", tmp_path / "none")
+
+
 @pytest.mark.parametrize("number", range(1, 7))
 def test_overwriting_gives_up_when_a_file_cannot_be_moved(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # After the folder as a whole: three old ones, the mark that all of them are out, and two new ones.
+    # After the hidden folder: three old ones, the mark that all of them are out, and two new ones.
     write_folder(tmp_path / "out", "old")
     (tmp_path / "out" / "c").write_text("old")
+    monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
     rename, calls = os.rename, itertools.count()
 
     def fail(source: Path, destination: Path) -> None:
@@ -149,12 +163,13 @@ def test_overwriting_gives_up_when_a_file_cannot_be_moved(
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(ExportError, match="Input/output error"):
         write_folder(tmp_path / "out", "new", overwrite=True)
-    assert content_of(tmp_path / "out") == (["old"] * 3 if number < 5 else ["new"] * 2)
+    assert content_of(tmp_path / "out") == ["old"] * 3
     assert names_in(tmp_path) == ["out"]
 
 
 def test_what_appears_while_files_are_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path / "out", "old")
+    monkeypatch.setattr(staging_module, "_exchange", lambda first, second: False)
     rename = os.rename
 
     def appear(source: Path, destination: Path) -> None:
@@ -163,9 +178,9 @@ def test_what_appears_while_files_are_replaced_stays(tmp_path: Path, monkeypatch
             (tmp_path / "out" / "b").write_text("theirs")
 
     monkeypatch.setattr(os, "rename", appear)
-    with pytest.raises(ExportError, match=r"written by others \(.*out/b\)"):
+    with pytest.raises(ExportError, match=r"File exists \(.*out/b\)"):
         write_folder(tmp_path / "out", "new", overwrite=True)
-    assert content_of(tmp_path / "out") == ["new", "theirs"]
+    assert content_of(tmp_path / "out") == ["old", "theirs"]
     assert names_in(tmp_path) == ["out"]
 
 
@@ -314,6 +329,7 @@ def overwrite_until(destination: Path, number: int, stop: Callable[[], None]) ->
         rename(source, target)
 
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(staging_module, "_exchange", lambda first, second: False)
         patched.setattr(os, "rename", stopping)
         with staged(destination, overwrite=True, owns=is_any) as folder:
             (folder / "folder").mkdir()
@@ -337,6 +353,7 @@ def old_folder(path: Path) -> Path:
 
 
 def test_a_kill_while_files_are_replaced_leaves_no_mixture_and_the_next_write_makes_it_whole(tmp_path: Path) -> None:
+    # Where folders cannot be exchanged in one step.
     found = []
     for number in itertools.count():
         out = old_folder(tmp_path / f"{number}")
@@ -351,7 +368,7 @@ def test_a_kill_while_files_are_replaced_leaves_no_mixture_and_the_next_write_ma
         assert not any(name.startswith(".") for name in os.listdir(out))
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, range(number + 1))), number
     assert files_in(out) == NEW
-    # The folder as a whole, three old files, the mark that all of them are out, and four new ones.
+    # The hidden folder, three old files, the mark that all of them are out, and four new ones.
     assert found == [OLD] * 5 + [NEW] * 4
 
 
