@@ -214,7 +214,7 @@ def beside(path: StrPath) -> Iterator[tuple[Path, Path]]:
             lock = _lock(hidden)
         assert hidden is not None
         yield hidden, target
-        finish(_clear, hidden, target)
+        finish(_clear, hidden.name, target)
     except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
         raise ExportError(

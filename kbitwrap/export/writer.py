@@ -6,9 +6,11 @@ They are safetensors files, in shards, with their index.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +209,15 @@ def write_safetensors(
     announced = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     try:
         with open(path, "wb") as file, keeping_last():
+            # a full disk is noticed before anything is computed
+            if sys.platform == "linux":
+                num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                try:
+                    os.posix_fallocate(file.fileno(), 0, len(header) + num_bytes)
+                except OSError as error:
+                    unsupported = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+                    if error.errno not in unsupported:
+                        raise
             file.write(header)
             for name in by_lineage(tensors, offsets):
                 file.seek(len(header) + offsets[name])

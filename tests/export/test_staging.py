@@ -214,7 +214,6 @@ import os, resource, sys
 from pathlib import Path
 import torch
 from kbitwrap import ExportError
-from kbitwrap.export import staging as staging_module
 from kbitwrap.export.staging import atomic_write, staged
 from kbitwrap.export.writer import write_safetensors
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -211,3 +215,24 @@ def test_an_error_while_computing_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         write_safetensors(tmp_path / "file", {"a": torch.ones(3), "b": LazyTensor((1,), torch.float16, fail)})
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EOPNOTSUPP])
+def test_a_full_disk_is_noticed_before_anything_is_computed(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(sys, "platform", "linux")  # blocks are reserved there alone
+    monkeypatch.setattr(os, "posix_fallocate", fail, raising=False)
+    computed: list[str] = []
+
+    def compute() -> torch.Tensor:
+        computed.append("a")
+        return torch.ones(3)
+
+    is_full = code == errno.ENOSPC  # the other is a file system that cannot reserve
+    with pytest.raises(OSError, match="space") if is_full else contextlib.nullcontext():
+        write_safetensors(tmp_path / "file", {"a": LazyTensor((3,), torch.float32, compute)})
+    assert (computed, names_in(tmp_path)) == (([], []) if is_full else (["a"], ["file"]))
