@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import QuantKind
 from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.pretrained import as_plain, read_config
@@ -27,6 +26,7 @@ from ..tensors.lazy import materialize
 from .adapters import SavedAdapter, read_adapter
 from .base import TrainedBase, load_adapted
 from .base_quantization import (
+    FITTED,
     GIVEN,
     OF_MERGE,
     QUANTIZATION,
@@ -46,7 +46,7 @@ from .doctor_report import (
 )
 from .doctor_subjects import DoctorOptions, Folder, LiveModel, Subject, is_numbered
 from .fitting import fitting_quantization
-from .measure import OTHER, TRAINED, MergeMeasure, Told, measure_merge
+from .measure import MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import Side, plain_side, read_merged, walk_merged
 
@@ -265,17 +265,25 @@ def _measure(
     options, where = subject.options, subject.where
     trust = options.trust_remote_code
     saved = read_adapter(Path(options.adapter))
-    told = find_quantization(
+    quantization = find_quantization(
         options.base, options.quantization_config, manifest, saved, trust
     )
-    quantization = _choose_quantization(told, subject, merged, saved)
-    assumed, remedy, doubt = _doubt(told, quantization)
-    if doubt is not None:
-        examination.add(_NAME, where, doubt)
-
     dtypes: _Dtypes = [None]
     if manifest is None and not saved.config_of_model:
         dtypes = _dtypes_in_training(options, merged)
+
+    assumed, remedy = "", _MERGE_AGAIN
+    if quantization.source == GIVEN:
+        remedy = f"if it was trained in another quantization, {_GIVE}; otherwise {_MERGE_AGAIN}"
+    if quantization.source == UNKNOWN:
+        quantization = _quantization_of_merge(subject, merged, saved)
+        assumed = quantization.form
+        if quantization.config:
+            assumed += f", which {quantization.source}"
+        if quantization.source == FITTED:
+            why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
+            remedy = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
+            examination.add(_NAME, where, not_measured(QUANTIZATION, why))
 
     measures = []
     for dtype in dtypes:
@@ -293,13 +301,11 @@ def _measure(
             break
 
     _, found, files = min(measures, key=operator.itemgetter(0))
-    is_other = doubt is not None and doubt.outcome == FAULT
-    onto = OTHER if is_other and found.onto == TRAINED else found.onto
-    found = dataclasses.replace(found, assumed=assumed, onto=onto)
+    found = dataclasses.replace(found, assumed=assumed)
     for one in found.faults:
         examination.add(_NAME, where, fault(one.cause, one.told, remedy))
 
-    if not found.faults and not is_other:
+    if not found.faults:
         examination.add(_NAME, where, fine(str(found)))
 
     if files is not None:
@@ -308,67 +314,28 @@ def _measure(
     return found
 
 
-def _choose_quantization(
-    told: BaseQuantization, subject: Subject, merged: Side, saved: SavedAdapter
+def _quantization_of_merge(
+    subject: Subject, merged: Side, saved: SavedAdapter
 ) -> BaseQuantization:
-    """Take what is told, or else, or where only the caller told another kind, what the checkpoint tells."""
-    is_doubtful = told.source == GIVEN and told.kind is not None
-    if told.source != UNKNOWN and not is_doubtful:
-        return told
-
-    own = _config_of(subject)
-    if isinstance(own, dict):
-        # The names with dots are of layers that a merge left out, which were quantized.
-        skipped = [name for name in skipped_layers(own) if "." not in name]
-        found = BaseQuantization({**own, SKIPPED_LAYERS: skipped or None}, OF_MERGE)
-    else:
-        options = subject.options
-        found = fitting_quantization(
-            merged,
-            options.base,
-            saved,
-            _dtypes_in_training(options, merged),
-            options.trust_remote_code,
-        )
-
-    is_other = found.kind not in (None, QuantKind.NONE, told.kind)
-    return found if told.source == UNKNOWN or is_other else told
-
-
-def _config_of(subject: Subject) -> Any:
-    """Return the quantization config of a merged checkpoint or a live model, as plain values, or ``None``."""
+    """Return the quantization of the training as the checkpoint tells it: by its config, or else by its weights."""
+    options = subject.options
     if isinstance(subject, LiveModel):
         bare: Any = unwrap(subject.tree.model)[0]
         config: Any = getattr(bare, "config", None)
-        return as_plain(getattr(config, "quantization_config", None))
+        own = as_plain(getattr(config, "quantization_config", None))
+    else:
+        config = open_checkpoint(Path(subject.where)).config
+        own = config.get("quantization_config")
 
-    return open_checkpoint(Path(subject.where)).config.get("quantization_config")
+    if not isinstance(own, dict):
+        dtypes = _dtypes_in_training(options, merged)
+        return fitting_quantization(
+            merged, options.base, saved, dtypes, options.trust_remote_code
+        )
 
-
-def _doubt(
-    told: BaseQuantization, quantization: BaseQuantization
-) -> tuple[str, str, Finding | None]:
-    """Say what is assumed of a base's weights, if that was not told, the remedy of faults, and what to note of it."""
-    if quantization.source == told.source:
-        return "", _MERGE_AGAIN, None
-
-    if told.source == GIVEN:
-        kind = quantization.kind
-        assumed = f"{quantization.form}, not {told.form} as given"
-        give = f"give that (quantization_config, --quant {kind})"
-        remedy = f"if it was trained in {kind}, {give}; otherwise {_MERGE_AGAIN}"
-        what = f"it was merged onto the base's weights {assumed}"
-        return assumed, remedy, fault(what, f"the checkpoint fits {kind}", remedy)
-
-    assumed = quantization.form
-    if quantization.config:
-        assumed += f", which {quantization.source}"
-    if quantization.source == OF_MERGE:
-        return assumed, _MERGE_AGAIN, None
-
-    why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
-    remedy = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
-    return assumed, remedy, not_measured(QUANTIZATION, why)
+    # The names with dots are of layers that a merge left out, which were quantized.
+    skipped = [name for name in skipped_layers(own) if "." not in name]
+    return BaseQuantization({**own, SKIPPED_LAYERS: skipped or None}, OF_MERGE)
 
 
 def _dtypes_in_training(options: DoctorOptions, merged: Side) -> _Dtypes:
@@ -378,14 +345,8 @@ def _dtypes_in_training(options: DoctorOptions, merged: Side) -> _Dtypes:
     in half where it is quantized, and its merge may be a copy in the other half.
     """
     own = read_config(options.base, options.trust_remote_code).dtype
-    likely: _Dtypes = []
-    if merged.dtype in (*HALF_DTYPES, torch.float32):
-        likely.append(merged.dtype)
+    likely: _Dtypes = [None, merged.dtype]
+    if own not in HALF_DTYPES and merged.dtype in HALF_DTYPES:
+        likely = [merged.dtype, None, *HALF_DTYPES]
 
-    if own in HALF_DTYPES:
-        return [None, *(dtype for dtype in likely if dtype != own)]
-
-    if merged.dtype not in HALF_DTYPES:
-        return [None]
-
-    return [*likely, None, *(dtype for dtype in HALF_DTYPES if dtype not in likely)]
+    return [one for one in dict.fromkeys(likely) if one is None or one != own]
