@@ -208,7 +208,7 @@ def _files_of_base(trained: TrainedBase, path: Path) -> Finding | None:
 
 
 def measure(
-    examination: Examination, subject: Subject, progress: bool | Told
+    examination: Examination, subject: Subject, told: Told | None
 ) -> MergeMeasure | None:
     """Measure a merge where its base and its adapter were given, and add what was found."""
     options, where = subject.options, subject.where
@@ -240,7 +240,7 @@ def measure(
         return None
 
     try:
-        return _measure(examination, subject, merged, manifest, progress)
+        return _measure(examination, subject, merged, manifest, told)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
@@ -256,7 +256,7 @@ def _measure(
     subject: Subject,
     merged: Side,
     manifest: Manifest | None,
-    progress: bool | Told,
+    told: Told | None,
 ) -> MergeMeasure:
     """Measure a merge onto the base as it was quantized in training, in the run's dtype.
 
@@ -290,7 +290,7 @@ def _measure(
         trained, adapted = load_adapted(
             options.base, saved, manifest, quantization, dtype, "cpu", trust
         )
-        found = measure_merge(merged, adapted, saved, trained, progress)
+        found = measure_merge(merged, adapted, saved, trained, told)
         trained.finish_check()
         files = None
         if isinstance(subject, Folder):
@@ -303,7 +303,9 @@ def _measure(
     _, found, files = min(measures, key=operator.itemgetter(0))
     found = dataclasses.replace(found, assumed=assumed)
     for one in found.faults:
-        examination.add(_NAME, where, fault(one.cause, one.told, remedy))
+        before = f"{one.evidence}: " if one.evidence else ""
+        told_of = before + first_of(one.fqns)
+        examination.add(_NAME, where, fault(one.cause, told_of, remedy))
 
     if not found.faults:
         examination.add(_NAME, where, fine(str(found)))
