@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,6 @@ from pydantic import (
 )
 
 from ..config import PrepareConfig
-from ..reports import shown
 
 MAX_COUNT = (1 << 63) - 1
 
@@ -60,18 +58,8 @@ class ManifestPart(BaseModel):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON.
-
-    ``ValueError`` is raised on numbers that are not finite, long integers and doubled
-    keys.
-    """
-    return json.loads(
-        text,
-        object_pairs_hook=_unique,
-        parse_constant=_finite,
-        parse_float=_finite,
-        parse_int=_small_int,
-    )
+    """Parse JSON; ``ValueError`` is raised on doubled keys."""
+    return json.loads(text, object_pairs_hook=_unique)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -81,27 +69,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{shown(text)} is not a finite number")
-    return value
-
-
-def _small_int(text: str) -> int:
-    if len(text) > 20:  # Python takes quadratic time to read a long one
-        raise ValueError(f"an integer of {len(text)} characters is too large")
-    return int(text)
-
-
 def _readable(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a lone surrogate or a long integer at any depth.
-
-    JSON can hold them, but no manifest is read with them.
-    """
-    text = json.dumps(value, ensure_ascii=False)
-    text.encode()
-    parse_json(text)
+    """Refuse a lone surrogate at any depth: JSON can hold it, and no text file can."""
+    json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
