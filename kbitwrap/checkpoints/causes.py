@@ -195,7 +195,7 @@ class _Wrong:
         kept = against.kept
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
-        if self.is_of_codes or against.aside > allowed:
+        if figures.is_quantized or against.aside > allowed:
             return None
 
         if abs(kept) <= _OF_SCALE:
@@ -206,11 +206,6 @@ class _Wrong:
                 return scale
 
         return kept
-
-    @property
-    def is_of_codes(self) -> bool:
-        """Whether its values are those of codes, in which it is stored or was before."""
-        return self.figures.is_quantized or self.figures.requantized_bits > 0
 
     @property
     def is_base(self) -> bool:
@@ -255,10 +250,9 @@ class _Wrong:
 
     @property
     def num_bits_of_codes(self) -> int:
-        """The bits of the codes that it is, or was, stored in and that rounded its delta away; 0 of another."""
-        if not self.is_of_codes or self.off >= 1:
-            return 0
-        return self.figures.requantized_bits or self.figures.num_bits
+        """The bits of the codes that it is stored in and that rounded its delta away; 0 of another."""
+        is_of_codes = self.figures.is_quantized and self.off < 1
+        return self.figures.num_bits if is_of_codes else 0
 
     @property
     def is_of_low_rank(self) -> bool:

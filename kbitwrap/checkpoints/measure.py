@@ -17,7 +17,6 @@ from ..model.bitsandbytes_layers import (
     codes_of,
     has_scales_of_values,
     quantized_layer,
-    requantized,
     share_of_codes,
 )
 from ..model.pretrained import last_two
@@ -30,7 +29,6 @@ from .adapters import SavedAdapter
 from .base import TrainedBase
 from .causes import (
     CHANGED,
-    OF_BASE_CODES,
     OF_DELTA,
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
@@ -51,10 +49,8 @@ from .sides import (
 # tensor was merged onto another base.
 _OF_OTHER = 0.25
 _MOST_OF_CODES = 1 << 18  # elements that are quantized to tell a delta by codes
-_SCALES_IN_CODES = (0.0, 0.5, 2.0, -1.0)
 # The deviations by which fewer other codes tell another multiple of the delta.
 _DEVIATIONS_OF_SHARES = 4.0
-_MOST_ROWS = 256  # of a matrix whose rank is asked for, and columns
 TRAINED, ORIGINAL, OTHER = "trained", "original", "other"
 _TOLD_ONTO = {
     TRAINED: "added to the weights that it was trained on",
@@ -201,8 +197,8 @@ def measure_merge(
     in_files = original_tensors(trained.source)
     found = _by_known(merged.saved, known_name)
     originals = _by_known(in_files, known_name)
-    ties_of_merged = _renamed(merged.ties, names)
-    ties_of_base = _renamed(before.ties, names)
+    ties_of_merged = _by_name(merged.ties, names)
+    ties_of_base = _by_name(before.ties, names)
 
     # What is neither the model's nor in the base's files. Buffers that older releases
     # saved are computed again by loading.
@@ -240,10 +236,10 @@ def measure_merge(
     wanted = min(as_saved, as_named, key=lambda some: len({*some} - found.keys()))
     more = {*found}
     if merged.ties is not None:
-        for group in _renamed(after.ties, names):
-            is_tied = any(set(group) <= set(tied) for tied in ties_of_merged)
+        for name, group in _by_name(after.ties, names).items():
+            is_tied = {*group} <= {*ties_of_merged.get(name, ())}
             if not is_tied and not found.keys().isdisjoint(group):
-                more.update(group)
+                more.add(name)
     wanted = wanted + sorted(more.difference(wanted))
 
     tied: dict[str, str] = {}
@@ -304,20 +300,23 @@ def _by_known(
     return found
 
 
-def _renamed(ties: list[list[str]] | None, names: Mapping[str, str]) -> list[list[str]]:
-    return [[names.get(fqn, fqn) for fqn in group] for group in ties or ()]
+def _by_name(
+    ties: list[list[str]] | None, names: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return each group of tied tensors by each name in it."""
+    groups = {}
+    for group in ties or ():
+        renamed = [names.get(fqn, fqn) for fqn in group]
+        groups.update(dict.fromkeys(renamed, renamed))
+    return groups
 
 
 def _name_in(
-    tensors: Mapping[str, Tensor], name: str, ties: list[list[str]]
+    tensors: Mapping[str, Tensor], name: str, ties: Mapping[str, list[str]]
 ) -> str | None:
     """Return a name that tensors have, or that of one of them which it is tied to; ``None`` without either."""
-    if name in tensors:
-        return name
-
-    groups = [group for group in ties if name in group]
-    there = [one for group in groups for one in group if one in tensors]
-    return there[0] if there else None
+    tried = [name, *ties.get(name, ())]
+    return next((one for one in tried if one in tensors), None)
 
 
 def _unlike(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
@@ -358,37 +357,24 @@ def _measured(
     if is_right(figures) or (one.original is None and one.layer is None):
         return figures
 
-    found = materialize(one.found).float()
     if one.original is None:
         assert one.layer is not None
+        found = materialize(one.found).float()
         delta = materialize(one.after) - materialize(one.trained).float()
-        figures = _by_codes(one, figures, one.layer, found, delta)
-    else:
-        figures = _against(one, one.after, one.trained, one.original)
+        return _by_codes(one, figures, one.layer, found, delta)
+
+    figures = _against(one, one.after, one.trained, one.original)
     if one.layer is None or not figures.delta or is_right(figures):
         return figures
 
-    if one.original is not None and one.fqn in onto_originals():
+    if one.fqn in onto_originals():
         # What the adapter adds to the base's own weight may be another delta.
         again = _against(one, onto_originals()[one.fqn], one.original)
         if is_right(again):
             references = [figures.references[0], again.references[0]]
             return dataclasses.replace(again, references=references)
 
-    is_asked = figures.is_finite and not figures.is_quantized
-    if not is_asked or codes_of(one.layer) is None:  # loaded with ``has_fp16_weights``
-        return figures
-
-    # Values that quantizing them again leaves were merged into quantized weights.
-    if is_transposed(one.layer):
-        found = found.mT
-    off = (requantized(one.layer, found) - found).abs()
-    eps = max(torch.finfo(dtype).eps for dtype in (one.found.dtype, one.dtype))
-    if (off <= eps * found.abs()).float().mean() < OF_BASE_CODES:
-        return figures
-
-    is_int8 = stored_dtype(one.layer) == torch.int8
-    return dataclasses.replace(figures, requantized_bits=8 if is_int8 else 4)
+    return figures
 
 
 def _by_codes(
@@ -406,12 +392,24 @@ def _by_codes(
     if not figures.is_quantized:
         eps = max(eps, torch.finfo(figures.dtype).eps)
     allowed = eps * values.abs() + OF_DELTA * delta.abs()
-    return dataclasses.replace(
-        figures,
-        base_codes=share_of_codes(layer, values - delta),
-        is_scaled=not has_scales_of_values(layer, values - delta, allowed),
-        likelier=_likelier(layer, values, delta) if figures.delta else None,
-    )
+    is_scaled = not has_scales_of_values(layer, values - delta, allowed)
+    base_codes = share_of_codes(layer, values - delta)
+    figures = dataclasses.replace(figures, base_codes=base_codes, is_scaled=is_scaled)
+    if not figures.delta:
+        return figures
+
+    # Another multiple of the delta may clearly hold more of the base's codes.
+    some = slice(max(_MOST_OF_CODES // values.shape[1], 1))
+    shares = {}
+    for scale in (1.0, 0.0, 0.5, 2.0, -1.0):
+        without = values[some] - scale * delta[some]
+        shares[scale] = share_of_codes(layer, without)
+    best = max(shares, key=shares.__getitem__)
+    num_wrong = (2.0 - shares[1.0] - shares[best]) * values[some].numel()
+    num_fewer = (shares[best] - shares[1.0]) * values[some].numel()
+    if num_fewer <= _DEVIATIONS_OF_SHARES * math.sqrt(num_wrong):
+        return figures
+    return dataclasses.replace(figures, likelier=best)
 
 
 def _against(
@@ -460,16 +458,16 @@ def _total(
 ) -> MergeMeasure:
     """Add the figures of all tensors up, and name what is wrong by its cause."""
     adapted = [one for one in figures if one.delta]
-    tensors = {one.fqn: _of_tensor(one) for one in adapted}
-    delta = sum(one.delta for one in adapted)
-    kept = off = 0.0
+    total = sum(one.delta for one in adapted)
+    kept, off = 0.0 if adapted else 1.0, 0.0
+    tensors = {}
     for one in adapted:
-        part = one.delta / delta
-        kept += part * tensors[one.fqn].kept
-        off += part * tensors[one.fqn].error ** 2
-
-    if not adapted:
-        kept = 1.0
+        measure = TensorMeasure(one.nearest.kept, one.nearest.error, one.num_bits)
+        if not one.is_finite:
+            measure = TensorMeasure(0.0, 1.0, one.num_bits)
+        tensors[one.fqn] = measure
+        kept += one.delta / total * measure.kept
+        off += one.delta / total * measure.error**2
 
     error = math.sqrt(off)
     by_cause: dict[str, list[str]] = {}
@@ -489,14 +487,6 @@ def _total(
     return MergeMeasure(kept, error, onto, tensors, len(figures), tuple(faults))
 
 
-def _of_tensor(figures: Figures) -> TensorMeasure:
-    if not figures.is_finite:
-        return TensorMeasure(0.0, 1.0, figures.num_bits)
-
-    against = figures.nearest
-    return TensorMeasure(against.kept, against.error, figures.num_bits)
-
-
 def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
     """Return the weights that most adapted tensors were merged onto, the larger ones counting more."""
     sizes = {TRAINED: 0, ORIGINAL: 0, OTHER: 0}
@@ -509,19 +499,3 @@ def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
         sizes[onto] += math.prod(one.shape)
 
     return max(sizes, key=sizes.__getitem__)
-
-
-def _likelier(layer: nn.Module, values: Tensor, delta: Tensor) -> float | None:
-    """Return the multiple of a delta, other than 1, that the values clearly hold by the codes of the base's layer."""
-    num_rows = max(_MOST_OF_CODES // values.shape[1], 1)
-    values, delta = values[:num_rows], delta[:num_rows]
-
-    def num_wrong(scale: float) -> float:
-        share = share_of_codes(layer, values - scale * delta)
-        return (1.0 - share) * values.numel()
-
-    expected = num_wrong(1.0)
-    others = {scale: num_wrong(scale) for scale in _SCALES_IN_CODES}
-    best = min(others, key=others.__getitem__)
-    deviation = math.sqrt(expected + others[best])
-    return best if expected - others[best] > _DEVIATIONS_OF_SHARES * deviation else None

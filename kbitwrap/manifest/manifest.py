@@ -145,12 +145,6 @@ class Manifest(Report, ManifestPart):
                 )
             tied.update(names)
 
-        if self.version == 1:
-            for prefix, part in (("", self), ("config.", self.config)):
-                new = part.new_fields().keys() & part.model_fields_set
-                if new:
-                    raise ValueError(f"version 1 has no field {prefix}{min(new)}")
-
         return self
 
     @property
