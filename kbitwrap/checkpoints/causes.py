@@ -164,15 +164,12 @@ class _Wrong:
         self._first = wrong[0] if wrong else figures  # of a stack, a wrong matrix
 
     def cause(self) -> tuple[str, str]:
-        """Return the cause, and the evidence; of a stack that is right in part, that of its wrong matrices."""
+        """Return the cause, and the evidence; of a stack that is right in part, those of its first wrong matrix."""
         parts = [one for one in self.figures.matrices if not is_right(one)]
         if 0 < len(parts) < len(self.figures.matrices):
-            wrong = [_Wrong(one, self._alike) for one in parts]
-            causes = {one.cause()[0] for one in wrong}
-            has_multiples = all(one.multiple is not None for one in wrong)
-            if has_multiples and len(causes) == 1:
-                names = first_of([one.fqn for one in parts])
-                return causes.pop(), f"in {names}"
+            cause, evidence = _Wrong(parts[0], self._alike).cause()
+            where = f"in {first_of([one.fqn for one in parts])}"
+            return cause, f"{where}: {evidence}" if evidence else where
 
         holding = (row for row in _CAUSES if row[1](self))
         cause, _, evidence = next(holding)

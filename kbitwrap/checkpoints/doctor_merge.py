@@ -138,30 +138,25 @@ def dequantized_base(folder: Folder) -> Finding | None:
     trust = options.trust_remote_code
     found = read_merged(folder.path, trust)
     device = options.device or accelerator_type() or "cpu"
-    wrongs = []
-    for dtype in _dtypes_in_training(options, found):
-        trained, _ = load_adapted(
-            options.base, None, None, quantization, dtype, device, trust
-        )
-        expected = plain_side(trained.model, is_merged=False).saved
-        known = {*expected, *trained.unexpected}
-        wrong = [fqn for fqn in found.saved if fqn not in known]
-        wrong += _differing(expected, found.saved)
-        if not wrong:
-            files = _files_of_base(trained, folder.path)
-            if files is not None and files.outcome == FAULT:
-                return files
-            return fine(
-                f"its {len(expected)} tensors are those of the base, dequantized"
-            )
-        wrongs.append(wrong)
-
-    return fault(
-        "it is not this base, dequantized",
-        first_of(min(wrongs, key=len)),
-        "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
-        "was merged into it, give that (adapter, --adapter)",
+    trained, _ = load_adapted(
+        options.base, None, None, quantization, found.dtype, device, trust
     )
+    expected = plain_side(trained.model, is_merged=False).saved
+    known = {*expected, *trained.unexpected}
+    wrong = [fqn for fqn in found.saved if fqn not in known]
+    wrong += _differing(expected, found.saved)
+    if wrong:
+        return fault(
+            "it is not this base, dequantized",
+            first_of(wrong),
+            "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
+            "was merged into it, give that (adapter, --adapter)",
+        )
+
+    files = _files_of_base(trained, folder.path)
+    if files is not None and files.outcome == FAULT:
+        return files
+    return fine(f"its {len(expected)} tensors are those of the base, dequantized")
 
 
 def _differing(
@@ -292,15 +287,12 @@ def _measure(
         )
         found = measure_merge(merged, adapted, saved, trained, told)
         trained.finish_check()
-        files = None
-        if isinstance(subject, Folder):
-            files = _files_of_base(trained, subject.path)
         num_wrong = sum(len(one.fqns) for one in found.faults)
-        measures.append((num_wrong, found, files))
+        measures.append((num_wrong, found, trained))
         if not num_wrong:
             break
 
-    _, found, files = min(measures, key=operator.itemgetter(0))
+    _, found, trained = min(measures, key=operator.itemgetter(0))
     found = dataclasses.replace(found, assumed=assumed)
     for one in found.faults:
         before = f"{one.evidence}: " if one.evidence else ""
@@ -310,8 +302,10 @@ def _measure(
     if not found.faults:
         examination.add(_NAME, where, fine(str(found)))
 
-    if files is not None:
-        examination.add("files of the base", where, files)
+    if isinstance(subject, Folder):
+        files = _files_of_base(trained, subject.path)
+        if files is not None:
+            examination.add("files of the base", where, files)
 
     return found
 

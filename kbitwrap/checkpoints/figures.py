@@ -209,14 +209,12 @@ def _in_step(
     """
     streams = [pieces(tensor) for tensor in tensors]
     left = [torch.empty(0) for _ in tensors]
-    num_elements = tensors[0].numel()
     start = 0
-    while start < num_elements:
+    while start < tensors[0].numel():
         for place, stream in enumerate(streams):
             while not left[place].numel():
                 left[place] = next(stream).reshape(-1)
-        size = min(values.numel() for values in left)
-        size = min(size, most - start % most)
+        size = min(most - start % most, *map(len, left))
         yield start, [values[:size] for values in left]
         left = [values[size:] for values in left]
         start += size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -324,12 +324,10 @@ def _unlike(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
 
     Of integers it is that they differ.
     """
-    turned = expected.shape[:-2] + expected.shape[-2:][::-1]
-    if found.shape != expected.shape and found.shape == turned:
-        return TRANSPOSED, f"its shape is {tuple(found.shape)}"
     if found.shape != expected.shape:
-        shapes = f"{tuple(found.shape)}, expected {tuple(expected.shape)}"
-        return WRONG_SHAPE, shapes
+        turned = expected.shape[:-2] + expected.shape[-2:][::-1]
+        cause = TRANSPOSED if found.shape == turned else WRONG_SHAPE
+        return cause, f"{tuple(found.shape)}, expected {tuple(expected.shape)}"
     if found.is_floating_point() != expected.is_floating_point():
         return WRONG_DTYPE, f"{found.dtype}, expected {expected.dtype}"
     if expected.is_floating_point():
@@ -483,19 +481,14 @@ def _total(
             )
         faults.append(MergeFault(cause, tuple(fqns), evidence))
 
-    onto = _onto(adapted, wrong)
-    return MergeMeasure(kept, error, onto, tensors, len(figures), tuple(faults))
-
-
-def _onto(adapted: Sequence[Figures], wrong: Collection[str]) -> str:
-    """Return the weights that most adapted tensors were merged onto, the larger ones counting more."""
+    # Most of the elements were merged onto them. Where a layer was not quantized the
+    # trained and the original ones are one.
     sizes = {TRAINED: 0, ORIGINAL: 0, OTHER: 0}
-    # Where a layer was not quantized the two are one.
-    told = [one for one in adapted if one.was_quantized] or adapted
-    for one in told:
+    for one in [one for one in adapted if one.was_quantized] or adapted:
         onto = ORIGINAL if one.is_onto_original else TRAINED
         if one.fqn in wrong and one.nearest.off > _OF_OTHER**2 * one.nearest.size:
             onto = OTHER
         sizes[onto] += math.prod(one.shape)
 
-    return max(sizes, key=sizes.__getitem__)
+    onto = max(sizes, key=sizes.__getitem__)
+    return MergeMeasure(kept, error, onto, tensors, len(figures), tuple(faults))

@@ -204,7 +204,7 @@ def test_one_expert_of_many_is_told(scale: float, cause: str) -> None:
     found[77] = after[5]
     told, evidence = find_causes([measured()], (), {})["experts"]
     assert told == "two layers or experts were exchanged"
-    assert evidence == "it holds the values of experts[5]"
+    assert evidence == "in experts[77]: it holds the values of experts[5]"
 
 
 def test_a_tensor_that_is_there_under_two_names_is_looked_at_twice(
