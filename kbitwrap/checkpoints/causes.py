@@ -160,8 +160,7 @@ class _Wrong:
         self.is_copy = is_copy
         self.partner = partner
         self._alike = alike
-        wrong = [one for one in figures.leaves if not is_right(one)]
-        self._first = wrong[0] if wrong else figures  # of a stack, a wrong matrix
+        self._first = figures.leaves[0]  # of a stack the first matrix: all are wrong
 
     def cause(self) -> tuple[str, str]:
         """Return the cause, and the evidence; of a stack that is right in part, those of its first wrong matrix."""

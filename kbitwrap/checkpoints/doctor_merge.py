@@ -9,7 +9,6 @@ import dataclasses
 import operator
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.pretrained import as_plain, read_config
 from ..model.quantization import SKIPPED_LAYERS, skipped_layers
-from ..model.wrappers import unwrap
 from ..reports import first_of, shown
 from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
@@ -271,7 +269,7 @@ def _measure(
     if quantization.source == GIVEN:
         remedy = f"if it was trained in another quantization, {_GIVE}; otherwise {_MERGE_AGAIN}"
     if quantization.source == UNKNOWN:
-        quantization = _quantization_of_merge(subject, merged, saved)
+        quantization = _quantization_of_merge(subject, merged, saved, dtypes)
         assumed = quantization.form
         if quantization.config:
             assumed += f", which {quantization.source}"
@@ -311,20 +309,14 @@ def _measure(
 
 
 def _quantization_of_merge(
-    subject: Subject, merged: Side, saved: SavedAdapter
+    subject: Subject, merged: Side, saved: SavedAdapter, dtypes: _Dtypes
 ) -> BaseQuantization:
     """Return the quantization of the training as the checkpoint tells it: by its config, or else by its weights."""
     options = subject.options
-    if isinstance(subject, LiveModel):
-        bare: Any = unwrap(subject.tree.model)[0]
-        config: Any = getattr(bare, "config", None)
-        own = as_plain(getattr(config, "quantization_config", None))
-    else:
-        config = open_checkpoint(Path(subject.where)).config
-        own = config.get("quantization_config")
-
+    meta = None if subject.base is None else subject.base.meta
+    config = getattr(meta, "config", None)
+    own = as_plain(getattr(config, "quantization_config", None))
     if not isinstance(own, dict):
-        dtypes = _dtypes_in_training(options, merged)
         return fitting_quantization(
             merged, options.base, saved, dtypes, options.trust_remote_code
         )

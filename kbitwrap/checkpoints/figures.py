@@ -193,11 +193,15 @@ def compare(
 def grid_of(shape: tuple[int, ...]) -> Tensor:
     """Return the flat positions of a sample of a tensor: an even grid of each matrix, by matrix, row and column."""
     height, width = (1, 1, *shape)[-2:]
-    num_rows, num_columns = min(height, _GRID), min(width, _GRID)
     matrices = torch.arange(math.prod(shape[:-2])).view(-1, 1, 1)
-    rows = (torch.arange(num_rows) * height // max(num_rows, 1)).view(-1, 1)
-    columns = torch.arange(num_columns) * width // max(num_columns, 1)
+    rows = _evenly(height).view(-1, 1)
+    columns = _evenly(width)
     return (matrices * height + rows) * width + columns
+
+
+def _evenly(length: int) -> Tensor:
+    number = min(length, _GRID)
+    return torch.linspace(0, length - 1, number, dtype=torch.float64).long()
 
 
 def _in_step(

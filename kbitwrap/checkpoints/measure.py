@@ -110,8 +110,7 @@ class MergeMeasure:
 
     def __str__(self) -> str:
         if self.faults:
-            by_number = sorted(self.faults, key=lambda fault: -len(fault.fqns))
-            named = [f"{one.cause} ({first_of(one.fqns, 1)})" for one in by_number]
+            named = [f"{one.cause} ({first_of(one.fqns, 1)})" for one in self.faults]
             onto = f" onto the base's weights {self.assumed}" if self.assumed else ""
             return f"not a merge{onto}: {'; '.join(named)}"
 

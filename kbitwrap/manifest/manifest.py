@@ -233,8 +233,9 @@ class Manifest(Report, ManifestPart):
         """Return this manifest with the lowest version that can hold all of it."""
         version = 1
         for part in (self, self.config):
-            for name, default in part.new_fields().items():
-                if getattr(part, name) != default:
+            for name, field in type(part).model_fields.items():
+                # version 1 lacks those that need not be given
+                if not field.is_required() and getattr(part, name) != field.default:
                     version = 2
         return self.model_copy(update={"version": version})
 

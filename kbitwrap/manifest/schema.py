@@ -47,15 +47,6 @@ class ManifestPart(BaseModel):
         from_attributes=True,
     )
 
-    @classmethod
-    def new_fields(cls) -> dict[str, Any]:
-        """Return the fields that version 1 of the manifest lacks, with their defaults."""
-        return {
-            name: field.default
-            for name, field in cls.model_fields.items()
-            if not field.is_required()
-        }
-
 
 def parse_json(text: str) -> Any:
     """Parse JSON; ``ValueError`` is raised on doubled keys."""
