@@ -191,7 +191,7 @@ class _Wrong:
         kept = against.kept
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
-        if figures.is_quantized or against.aside > allowed:
+        if self.num_bits_of_codes or against.aside > allowed:
             return None
 
         if abs(kept) <= _OF_SCALE:
@@ -246,9 +246,9 @@ class _Wrong:
 
     @property
     def num_bits_of_codes(self) -> int:
-        """The bits of the codes that it is stored in and that rounded its delta away; 0 of another."""
-        is_of_codes = self.figures.is_quantized and self.off < 1
-        return self.figures.num_bits if is_of_codes else 0
+        """The bits of the codes that it is stored in, or was before; 0 of another."""
+        is_quantized = self.figures.is_quantized
+        return self.figures.num_bits if is_quantized else self.figures.requantized_bits
 
     @property
     def is_of_low_rank(self) -> bool:
@@ -288,8 +288,8 @@ _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (CHANGED, lambda one: not one.delta and (one.off < _ALIKE or len(one.figures.shape) < 2), _DIFFERENCE),
     (ANOTHER_BASE, lambda one: not one.delta, _DIFFERENCE),
     (OTHER_SCALES, lambda one: not one.figures.has_due_scales and one.figures.num_bits == 8, _DIFFERENCE),
-    (REQUANTIZED_TO_4_BITS, lambda one: one.num_bits_of_codes == 4, ""),
-    (REQUANTIZED, lambda one: one.num_bits_of_codes, ""),
+    (REQUANTIZED_TO_4_BITS, lambda one: one.off < 1 and one.num_bits_of_codes == 4, ""),
+    (REQUANTIZED, lambda one: one.off < 1 and one.num_bits_of_codes, ""),
     (ANOTHER_ADAPTER, lambda one: one.is_of_low_rank, _DIFFERENCE),
     (ANOTHER_BASE, lambda one: True, _DIFFERENCE + "; another adapter of a rank above 16 looks so too"),
 )  # fmt: skip

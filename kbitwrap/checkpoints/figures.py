@@ -61,6 +61,8 @@ class Figures:
             taken off and it is quantized as the base, or the base as it is stored; 0
             where that was not asked.
         is_scaled: Whether it has other scales than those beside these codes.
+        requantized_bits: The bits of the codes of the training, where the values are those
+            that quantizing them again leaves; else 0.
         likelier: The multiple of the delta that has to be taken off for clearly more of
             the base's codes; ``None`` where no other than 1 has.
         matrices: The figures of each matrix of a stack.
@@ -77,6 +79,7 @@ class Figures:
     most_off: float = math.inf
     base_codes: float = 0.0
     is_scaled: bool = False
+    requantized_bits: int = 0
     likelier: float | None = None
     matrices: Sequence[Figures] = ()
 

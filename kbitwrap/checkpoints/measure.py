@@ -17,6 +17,7 @@ from ..model.bitsandbytes_layers import (
     codes_of,
     has_scales_of_values,
     quantized_layer,
+    requantized,
     share_of_codes,
 )
 from ..model.pretrained import last_two
@@ -29,6 +30,7 @@ from .adapters import SavedAdapter
 from .base import TrainedBase
 from .causes import (
     CHANGED,
+    OF_BASE_CODES,
     OF_DELTA,
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
@@ -358,7 +360,8 @@ def _measured(
         assert one.layer is not None
         found = materialize(one.found).float()
         delta = materialize(one.after) - materialize(one.trained).float()
-        return _by_codes(one, figures, one.layer, found, delta)
+        figures = _by_codes(one, figures, one.layer, found, delta)
+        return figures if is_right(figures) else _noting_codes(one, figures)
 
     figures = _against(one, one.after, one.trained, one.original)
     if one.layer is None or not figures.delta or is_right(figures):
@@ -371,7 +374,27 @@ def _measured(
             references = [figures.references[0], again.references[0]]
             return dataclasses.replace(again, references=references)
 
-    return figures
+    return _noting_codes(one, figures)
+
+
+def _noting_codes(one: _Compared, figures: Figures) -> Figures:
+    """Note where values are those that quantizing them as the base leaves: they were merged into quantized weights."""
+    layer = one.layer
+    if figures.is_quantized or not figures.is_finite:
+        return figures
+    if layer is None or codes_of(layer) is None:  # loaded with ``has_fp16_weights``
+        return figures
+
+    values = materialize(one.found).float()
+    if is_transposed(layer):
+        values = values.mT
+    off = (requantized(layer, values) - values).abs()
+    eps = max(torch.finfo(dtype).eps for dtype in (one.found.dtype, one.dtype))
+    if (off <= eps * values.abs()).float().mean() < OF_BASE_CODES:
+        return figures
+
+    is_int8 = stored_dtype(layer) == torch.int8
+    return dataclasses.replace(figures, requantized_bits=8 if is_int8 else 4)
 
 
 def _by_codes(

@@ -310,6 +310,15 @@ def share_of_codes(module: nn.Module, values: Tensor) -> float:
     return float(num_same) / (2 * len(differing))
 
 
+def requantized(module: nn.Module, values: Tensor) -> Tensor:
+    """Quantize values as a bitsandbytes layer is, but for double quantization, and dequantize them."""
+    state = quant_state_of(module, module.get_parameter("weight"))
+    codes, own = _quantize_as(state, values.float())
+    if state is None:
+        return codes.float() * own.view(-1, 1) / 127  # type: ignore[no-any-return]
+    return _functional().dequantize_4bit(codes, own)  # type: ignore[no-any-return]
+
+
 def has_scales_of_values(module: nn.Module, values: Tensor, allowed: Tensor) -> bool:
     """Return whether a bitsandbytes layer has the scales that its values give, block by block.
 

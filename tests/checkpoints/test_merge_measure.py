@@ -324,6 +324,31 @@ def test_requantized_weights_say_what_is_left(name: str, merges: Callable[[str],
 
 
 @pytest.mark.parametrize(
+    ("quant", "name", "stored"),
+    few(
+        [
+            ("nf4", "llama", torch.bfloat16),
+            ("nf4-double", "opt", torch.float16),
+            ("fp4", "llama", torch.float32),
+            ("int8", "llama", torch.bfloat16),
+        ],
+        [("nf4-double", "opt", torch.float16)],
+    ),
+)
+def test_a_merge_in_quantized_weights_that_was_dequantized_is_told(
+    quant: str, name: str, stored: torch.dtype, merges: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = merges(name)
+    copy_without_record(run, tmp_path / "adapter")
+    merged = PeftModel.from_pretrained(load(name, quant), tmp_path / "adapter").merge_and_unload().dequantize()
+    merged.to(stored).save_pretrained(tmp_path / "merged")
+    settings = bitsandbytes_config(quant, torch.bfloat16)
+    report = doctor(tmp_path / "merged", base=run.folder / "base", adapter=tmp_path / "adapter", quant=settings)
+    causes = {finding.what for finding in report.findings}
+    assert causes == {f"an adapter was merged into {'quantized' if quant == 'int8' else '4-bit'} weights"}
+
+
+@pytest.mark.parametrize(
     ("name", "merge_as"),
     few(itertools.product(["llama", "gpt2", "mixtral"], ["mixed", "quantized"]), [("llama", "mixed")]),
 )
