@@ -125,7 +125,9 @@ class ConfigRecord(ManifestPart):
 
     A class among ``norm_modules`` is recorded by its name, and matches by name.
 
-    A field with a default is one that version 1 of the manifest does not have.
+    A field with a default is one of version 2. `Manifest` and this class alone are asked
+    for such fields. One that is added later needs version 3: a kbitwrap that reads
+    version 2 refuses fields that it does not know.
     """
 
     precision: Literal["full", "compute", "norms", "adapted", "none"]
