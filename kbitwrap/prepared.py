@@ -233,7 +233,8 @@ class KbitPreparedModel:
         values bit for bit, and so are the states of torch's random generators, so that
         training continues as without a suspension. Values that others wrote into
         parameters inside, by loading a checkpoint or merging an adapter, are upcast and
-        kept.
+        kept, and so are flags and hooks. Plain attributes that were set inside, such as
+        the train mode and ``use_cache``, are put back.
 
         Raises:
             StateError: The model is not prepared, or suspended already; or a process

@@ -6,14 +6,13 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..export.sums import ComparisonSums
 from ..reports import first_of
-from .figures import Figures, grid_shape
+from .figures import Figures
 
 LOST_BY_A_TIE = "a trained weight was lost: loading ties it to another"
 UNCHANGED = "no delta: the base's bytes, unchanged"
@@ -74,15 +73,15 @@ def is_right(figures: Figures) -> bool:
 
 def _explains(against: ComparisonSums, figures: Figures) -> bool:
     """Return whether a tensor is its reference with the delta, rounded."""
-    delta, stored = figures.delta, figures.stored
+    delta = figures.delta
     num_elements = math.prod(figures.shape)
     allowed = _ROUNDINGS * math.sqrt(against.rounding) + OF_DELTA * math.sqrt(delta)
-    if stored is None:
+    if not figures.is_quantized:
         allowed += _OF_FLOAT32 * math.sqrt(against.size)
     elif not delta:
         return against.off <= _ALIKE**2 * against.size
-    elif stored.has_due_scales:
-        allowed += math.sqrt(stored.most_off)
+    elif figures.has_due_scales:
+        allowed += math.sqrt(figures.most_off)
     else:
         # With scales of its own a weight of 4 bits was rounded to the nearest codes, by
         # which most of a delta is lost; with the base's, its codes were chosen.
@@ -95,7 +94,7 @@ def _explains(against: ComparisonSums, figures: Figures) -> bool:
         return True
 
     kept = against.kept
-    if stored is not None:
+    if figures.is_quantized:
         deviation = math.sqrt(against.off / num_elements / delta)
         return abs(kept - 1) <= _OF_KEPT + _DEVIATIONS * deviation
 
@@ -120,10 +119,7 @@ def _is_lost(figures: Sequence[Figures]) -> bool:
 
 
 def find_causes(
-    figures: Sequence[Figures],
-    copies: Collection[str],
-    tied: Mapping[str, str],
-    change_of: Callable[[Figures], tuple[Tensor, Tensor]],
+    figures: Sequence[Figures], copies: Collection[str], tied: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
     """Find the cause of each wrong tensor, and the evidence, by name.
 
@@ -132,54 +128,47 @@ def find_causes(
             values.
         copies: The names of tensors that the adapter holds trained copies of.
         tied: The tensors that loading takes another for, which is named.
-        change_of: Reads a part of what a tensor adds to its nearest reference, and of
-            what the adapter adds: two matrices of some of its rows and columns.
     """
     alike: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
     for one in figures:
         for leaf in one.leaves:
             alike[leaf.shape].append(leaf)
 
-    known = _Known(copies, tied, alike, change_of)
     is_lost = _is_lost(figures)
     causes = {}
     for one in figures:
         is_short = is_lost and one.is_quantized and one.delta
         if is_short or not is_right(one):
-            causes[one.fqn] = _Wrong(one, known).cause()
+            wrong = _Wrong(one, alike, one.fqn in copies, tied.get(one.fqn))
+            causes[one.fqn] = wrong.cause()
 
     return causes
-
-
-class _Known(NamedTuple):
-    """The arguments of `find_causes`, and the matrices, and other tensors, by their shapes."""
-
-    copies: Collection[str]
-    tied: Mapping[str, str]
-    alike: Mapping[tuple[int, ...], Sequence[Figures]]
-    change_of: Callable[[Figures], tuple[Tensor, Tensor]]
 
 
 class _Wrong:
     """A wrong tensor, and the facts that tell its cause, each found when the table asks for it."""
 
-    def __init__(self, figures: Figures, known: _Known) -> None:
+    def __init__(
+        self,
+        figures: Figures,
+        alike: Mapping[tuple[int, ...], Sequence[Figures]],
+        is_copy: bool = False,
+        partner: str | None = None,
+    ) -> None:
         self.figures = figures
         self.delta = figures.delta
-        self.is_copy = figures.fqn in known.copies
-        self.partner = known.tied.get(figures.fqn)
-        self._known = known
+        self.is_copy = is_copy
+        self.partner = partner
+        self._alike = alike
+        self._first = figures.leaves[0]  # of a stack the first matrix: all are wrong
 
     def cause(self) -> tuple[str, str]:
-        """Return the cause, and the evidence; of a stack that is right in part, that of its wrong matrices."""
+        """Return the cause, and the evidence; of a stack that is right in part, those of its first wrong matrix."""
         parts = [one for one in self.figures.matrices if not is_right(one)]
         if 0 < len(parts) < len(self.figures.matrices):
-            wrong = [_Wrong(one, self._known) for one in parts]
-            if all(one.multiple is not None for one in wrong):
-                causes = {one.cause()[0] for one in wrong}
-                if len(causes) == 1:
-                    names = first_of([one.fqn for one in parts])
-                    return causes.pop(), f"in {names}"
+            cause, evidence = _Wrong(parts[0], self._alike).cause()
+            where = f"in {first_of([one.fqn for one in parts])}"
+            return cause, f"{where}: {evidence}" if evidence else where
 
         holding = (row for row in _CAUSES if row[1](self))
         cause, _, evidence = next(holding)
@@ -202,7 +191,7 @@ class _Wrong:
         kept = against.kept
         allowed = _ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
-        if figures.is_of_codes or against.aside > allowed:
+        if self.num_bits_of_codes or against.aside > allowed:
             return None
 
         if abs(kept) <= _OF_SCALE:
@@ -217,21 +206,17 @@ class _Wrong:
     @property
     def is_base(self) -> bool:
         """Whether it is the tensor in the base's files."""
-        return self.figures.original is not None and self.figures.original.is_same
+        return any(against.is_same for against in self.figures.references[1:])
 
     @functools.cached_property
     def held(self) -> str:
         """The tensor whose values, or whose delta, the first wrong matrix holds; ``""`` if nothing tells."""
-        wrong = [one for one in self.figures.leaves if not is_right(one)]
-        if not wrong:
-            return ""
-
-        own = wrong[0].sample
+        own = self._first.sample
         change, delta = own.change, own.delta
         # Values and deltas that are like its own, too, tell nothing of an exchange.
         has_own = _is_alike(own.found, own.after)
-        for other in self._known.alike[wrong[0].shape]:
-            if other is wrong[0]:
+        for other in self._alike[self._first.shape]:
+            if other is self._first:
                 continue
             values = other.sample.after, other.sample.trained
             is_there = any(_is_alike(own.found, one) for one in values)
@@ -250,10 +235,8 @@ class _Wrong:
         if len(shape) < 2 or shape[-1] != shape[-2]:
             return False
 
-        grid = grid_shape(shape)
-        found = sample.found.view(grid).mT.reshape(-1)
-        delta = sample.delta.view(grid).mT.reshape(-1)
-        return _is_alike(found, sample.after) or _is_aligned(sample.change, delta)
+        is_turned = _is_alike(sample.found.mT, sample.after)
+        return is_turned or _is_aligned(sample.change, sample.delta.mT)
 
     @property
     def off(self) -> float:
@@ -262,24 +245,10 @@ class _Wrong:
         return math.sqrt(nearest.off / nearest.size) if nearest.size else math.inf
 
     @property
-    def difference(self) -> str:
-        """The difference in words."""
-        return (
-            f"it differs by {self.off:.1%} of the base" if self.off < math.inf else ""
-        )
-
-    @property
-    def has_other_scales(self) -> bool:
-        """Whether it is stored with scales that are not its due."""
-        stored = self.figures.stored
-        return stored is not None and not stored.has_due_scales
-
-    @property
     def num_bits_of_codes(self) -> int:
-        """The bits of the codes that it is, or was, stored in and that rounded its delta away; 0 of another."""
-        if not self.figures.is_of_codes or self.off >= 1:
-            return 0
-        return self.figures.requantized_bits or self.figures.num_bits
+        """The bits of the codes that it is stored in, or was before; 0 of another."""
+        is_quantized = self.figures.is_quantized
+        return self.figures.num_bits if is_quantized else self.figures.requantized_bits
 
     @property
     def is_of_low_rank(self) -> bool:
@@ -288,18 +257,19 @@ class _Wrong:
         Where the delta is in it, as in that of an earlier checkpoint, what is beside the
         delta is.
         """
-        if len(self.figures.shape) < 2:
-            return False
-
-        change, delta = self._known.change_of(self.figures)
-        if abs(self.figures.nearest.kept - 1) <= _OF_KEPT:
-            change = change - delta
-        energies = torch.linalg.svdvals(change).square()
+        figures, sample = self._first, self._first.sample
+        change = sample.change
+        if figures.is_onto_original:
+            change = sample.found - sample.original
+        if abs(figures.nearest.kept - 1) <= _OF_KEPT:
+            change = change - sample.delta
+        energies = torch.linalg.svdvals(change[0]).square()
         few = max(len(energies) // 2, 1)
-        return float(energies[:few].sum()) >= _OF_LOW_RANK * float(energies.sum())
+        is_of_few = energies[:few].sum() >= _OF_LOW_RANK * energies.sum()
+        return len(figures.shape) >= 2 and bool(is_of_few)
 
 
-_DIFFERENCE = "{0.difference}"
+_DIFFERENCE = "it differs by {0.off:.1%} of the base"
 # The first row counts whose condition holds: the cause, the condition, the evidence.
 _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (LOST_BY_A_TIE, lambda one: one.partner, "it is {0.partner} now"),
@@ -317,11 +287,11 @@ _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (DROPPED_COPY, lambda one: one.is_copy, _DIFFERENCE),
     (CHANGED, lambda one: not one.delta and (one.off < _ALIKE or len(one.figures.shape) < 2), _DIFFERENCE),
     (ANOTHER_BASE, lambda one: not one.delta, _DIFFERENCE),
-    (OTHER_SCALES, lambda one: one.has_other_scales and one.figures.num_bits == 8, _DIFFERENCE),
-    (REQUANTIZED_TO_4_BITS, lambda one: one.num_bits_of_codes == 4, ""),
-    (REQUANTIZED, lambda one: one.num_bits_of_codes, ""),
+    (OTHER_SCALES, lambda one: not one.figures.has_due_scales and one.figures.num_bits == 8, _DIFFERENCE),
+    (REQUANTIZED_TO_4_BITS, lambda one: one.off < 1 and one.num_bits_of_codes == 4, ""),
+    (REQUANTIZED, lambda one: one.off < 1 and one.num_bits_of_codes, ""),
     (ANOTHER_ADAPTER, lambda one: one.is_of_low_rank, _DIFFERENCE),
-    (ANOTHER_BASE, lambda one: True, _DIFFERENCE),
+    (ANOTHER_BASE, lambda one: True, _DIFFERENCE + "; another adapter of a rank above 16 looks so too"),
 )  # fmt: skip
 
 
@@ -332,4 +302,5 @@ def _is_alike(found: Tensor, other: Tensor) -> bool:
 
 def _is_aligned(change: Tensor, delta: Tensor) -> bool:
     """Return whether two samples show the same delta."""
-    return bool(nn.functional.cosine_similarity(change, delta, dim=0) >= _ALIGNED)
+    flat = change.flatten(), delta.flatten()
+    return bool(nn.functional.cosine_similarity(*flat, dim=0) >= _ALIGNED)

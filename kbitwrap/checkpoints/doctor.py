@@ -67,7 +67,7 @@ def doctor(
     quant: Any = None,
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
-    progress: bool | Told = False,
+    progress: Told | None = None,
 ) -> DoctorReport:
     """Look for faults that raise no error. Nothing is changed, and no code in a file is run unless that is asked for.
 
@@ -89,8 +89,8 @@ def doctor(
             for the accelerator if there is one, else the CPU. A merge is measured on the
             CPU.
         trust_remote_code: Run the code that the base's folder brings along.
-        progress: Show a bar of the tensors that are measured, on a terminal; or a
-            function that is called with how many of how many were.
+        progress: A function that is called with the number of the tensors that were
+            measured, and of all.
 
     Returns:
         The report: what was looked at, what is at fault, and what could not be

@@ -9,17 +9,14 @@ import dataclasses
 import operator
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import QuantKind
 from ..errors import ConfigError, ExportError, ManifestMismatchError
 from ..manifest.manifest import Manifest
 from ..model.pretrained import as_plain, read_config
 from ..model.quantization import SKIPPED_LAYERS, skipped_layers
-from ..model.wrappers import unwrap
 from ..reports import first_of, shown
 from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES
@@ -27,6 +24,7 @@ from ..tensors.lazy import materialize
 from .adapters import SavedAdapter, read_adapter
 from .base import TrainedBase, load_adapted
 from .base_quantization import (
+    FITTED,
     GIVEN,
     OF_MERGE,
     QUANTIZATION,
@@ -46,7 +44,7 @@ from .doctor_report import (
 )
 from .doctor_subjects import DoctorOptions, Folder, LiveModel, Subject, is_numbered
 from .fitting import fitting_quantization
-from .measure import OTHER, TRAINED, MergeMeasure, Told, measure_merge
+from .measure import MergeMeasure, Told, measure_merge
 from .reader import open_checkpoint, saved_manifest
 from .sides import Side, plain_side, read_merged, walk_merged
 
@@ -138,30 +136,25 @@ def dequantized_base(folder: Folder) -> Finding | None:
     trust = options.trust_remote_code
     found = read_merged(folder.path, trust)
     device = options.device or accelerator_type() or "cpu"
-    wrongs = []
-    for dtype in _dtypes_in_training(options, found):
-        trained, _ = load_adapted(
-            options.base, None, None, quantization, dtype, device, trust
-        )
-        expected = plain_side(trained.model, is_merged=False).saved
-        known = {*expected, *trained.unexpected}
-        wrong = [fqn for fqn in found.saved if fqn not in known]
-        wrong += _differing(expected, found.saved)
-        if not wrong:
-            files = _files_of_base(trained, folder.path)
-            if files is not None and files.outcome == FAULT:
-                return files
-            return fine(
-                f"its {len(expected)} tensors are those of the base, dequantized"
-            )
-        wrongs.append(wrong)
-
-    return fault(
-        "it is not this base, dequantized",
-        first_of(min(wrongs, key=len)),
-        "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
-        "was merged into it, give that (adapter, --adapter)",
+    trained, _ = load_adapted(
+        options.base, None, None, quantization, found.dtype, device, trust
     )
+    expected = plain_side(trained.model, is_merged=False).saved
+    known = {*expected, *trained.unexpected}
+    wrong = [fqn for fqn in found.saved if fqn not in known]
+    wrong += _differing(expected, found.saved)
+    if wrong:
+        return fault(
+            "it is not this base, dequantized",
+            first_of(wrong),
+            "write it on the type of device that trains: kbitwrap merge BASE --no-adapter --out DIR; or, if an adapter "
+            "was merged into it, give that (adapter, --adapter)",
+        )
+
+    files = _files_of_base(trained, folder.path)
+    if files is not None and files.outcome == FAULT:
+        return files
+    return fine(f"its {len(expected)} tensors are those of the base, dequantized")
 
 
 def _differing(
@@ -208,7 +201,7 @@ def _files_of_base(trained: TrainedBase, path: Path) -> Finding | None:
 
 
 def measure(
-    examination: Examination, subject: Subject, progress: bool | Told
+    examination: Examination, subject: Subject, told: Told | None
 ) -> MergeMeasure | None:
     """Measure a merge where its base and its adapter were given, and add what was found."""
     options, where = subject.options, subject.where
@@ -240,7 +233,7 @@ def measure(
         return None
 
     try:
-        return _measure(examination, subject, merged, manifest, progress)
+        return _measure(examination, subject, merged, manifest, told)
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
@@ -256,7 +249,7 @@ def _measure(
     subject: Subject,
     merged: Side,
     manifest: Manifest | None,
-    progress: bool | Told,
+    told: Told | None,
 ) -> MergeMeasure:
     """Measure a merge onto the base as it was quantized in training, in the run's dtype.
 
@@ -265,110 +258,72 @@ def _measure(
     options, where = subject.options, subject.where
     trust = options.trust_remote_code
     saved = read_adapter(Path(options.adapter))
-    told = find_quantization(
+    quantization = find_quantization(
         options.base, options.quantization_config, manifest, saved, trust
     )
-    quantization = _choose_quantization(told, subject, merged, saved)
-    assumed, remedy, doubt = _doubt(told, quantization)
-    if doubt is not None:
-        examination.add(_NAME, where, doubt)
-
     dtypes: _Dtypes = [None]
     if manifest is None and not saved.config_of_model:
         dtypes = _dtypes_in_training(options, merged)
+
+    assumed, remedy = "", _MERGE_AGAIN
+    if quantization.source == GIVEN:
+        remedy = f"if it was trained in another quantization, {_GIVE}; otherwise {_MERGE_AGAIN}"
+    if quantization.source == UNKNOWN:
+        quantization = _quantization_of_merge(subject, merged, saved, dtypes)
+        assumed = quantization.form
+        if quantization.config:
+            assumed += f", which {quantization.source}"
+        if quantization.source == FITTED:
+            why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
+            remedy = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
+            examination.add(_NAME, where, not_measured(QUANTIZATION, why))
 
     measures = []
     for dtype in dtypes:
         trained, adapted = load_adapted(
             options.base, saved, manifest, quantization, dtype, "cpu", trust
         )
-        found = measure_merge(merged, adapted, saved, trained, progress)
+        found = measure_merge(merged, adapted, saved, trained, told)
         trained.finish_check()
-        files = None
-        if isinstance(subject, Folder):
-            files = _files_of_base(trained, subject.path)
         num_wrong = sum(len(one.fqns) for one in found.faults)
-        measures.append((num_wrong, found, files))
+        measures.append((num_wrong, found, trained))
         if not num_wrong:
             break
 
-    _, found, files = min(measures, key=operator.itemgetter(0))
-    is_other = doubt is not None and doubt.outcome == FAULT
-    onto = OTHER if is_other and found.onto == TRAINED else found.onto
-    found = dataclasses.replace(found, assumed=assumed, onto=onto)
+    _, found, trained = min(measures, key=operator.itemgetter(0))
+    found = dataclasses.replace(found, assumed=assumed)
     for one in found.faults:
-        examination.add(_NAME, where, fault(one.cause, one.told, remedy))
+        before = f"{one.evidence}: " if one.evidence else ""
+        told_of = before + first_of(one.fqns)
+        examination.add(_NAME, where, fault(one.cause, told_of, remedy))
 
-    if not found.faults and not is_other:
+    if not found.faults:
         examination.add(_NAME, where, fine(str(found)))
 
-    if files is not None:
-        examination.add("files of the base", where, files)
+    if isinstance(subject, Folder):
+        files = _files_of_base(trained, subject.path)
+        if files is not None:
+            examination.add("files of the base", where, files)
 
     return found
 
 
-def _choose_quantization(
-    told: BaseQuantization, subject: Subject, merged: Side, saved: SavedAdapter
+def _quantization_of_merge(
+    subject: Subject, merged: Side, saved: SavedAdapter, dtypes: _Dtypes
 ) -> BaseQuantization:
-    """Take what is told, or else, or where only the caller told another kind, what the checkpoint tells."""
-    is_doubtful = told.source == GIVEN and told.kind is not None
-    if told.source != UNKNOWN and not is_doubtful:
-        return told
-
-    own = _config_of(subject)
-    if isinstance(own, dict):
-        # The names with dots are of layers that a merge left out, which were quantized.
-        skipped = [name for name in skipped_layers(own) if "." not in name]
-        found = BaseQuantization({**own, SKIPPED_LAYERS: skipped or None}, OF_MERGE)
-    else:
-        options = subject.options
-        found = fitting_quantization(
-            merged,
-            options.base,
-            saved,
-            _dtypes_in_training(options, merged),
-            options.trust_remote_code,
+    """Return the quantization of the training as the checkpoint tells it: by its config, or else by its weights."""
+    options = subject.options
+    meta = None if subject.base is None else subject.base.meta
+    config = getattr(meta, "config", None)
+    own = as_plain(getattr(config, "quantization_config", None))
+    if not isinstance(own, dict):
+        return fitting_quantization(
+            merged, options.base, saved, dtypes, options.trust_remote_code
         )
 
-    is_other = found.kind not in (None, QuantKind.NONE, told.kind)
-    return found if told.source == UNKNOWN or is_other else told
-
-
-def _config_of(subject: Subject) -> Any:
-    """Return the quantization config of a merged checkpoint or a live model, as plain values, or ``None``."""
-    if isinstance(subject, LiveModel):
-        bare: Any = unwrap(subject.tree.model)[0]
-        config: Any = getattr(bare, "config", None)
-        return as_plain(getattr(config, "quantization_config", None))
-
-    return open_checkpoint(Path(subject.where)).config.get("quantization_config")
-
-
-def _doubt(
-    told: BaseQuantization, quantization: BaseQuantization
-) -> tuple[str, str, Finding | None]:
-    """Say what is assumed of a base's weights, if that was not told, the remedy of faults, and what to note of it."""
-    if quantization.source == told.source:
-        return "", _MERGE_AGAIN, None
-
-    if told.source == GIVEN:
-        kind = quantization.kind
-        assumed = f"{quantization.form}, not {told.form} as given"
-        give = f"give that (quantization_config, --quant {kind})"
-        remedy = f"if it was trained in {kind}, {give}; otherwise {_MERGE_AGAIN}"
-        what = f"it was merged onto the base's weights {assumed}"
-        return assumed, remedy, fault(what, f"the checkpoint fits {kind}", remedy)
-
-    assumed = quantization.form
-    if quantization.config:
-        assumed += f", which {quantization.source}"
-    if quantization.source == OF_MERGE:
-        return assumed, _MERGE_AGAIN, None
-
-    why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
-    remedy = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
-    return assumed, remedy, not_measured(QUANTIZATION, why)
+    # The names with dots are of layers that a merge left out, which were quantized.
+    skipped = [name for name in skipped_layers(own) if "." not in name]
+    return BaseQuantization({**own, SKIPPED_LAYERS: skipped or None}, OF_MERGE)
 
 
 def _dtypes_in_training(options: DoctorOptions, merged: Side) -> _Dtypes:
@@ -378,14 +333,8 @@ def _dtypes_in_training(options: DoctorOptions, merged: Side) -> _Dtypes:
     in half where it is quantized, and its merge may be a copy in the other half.
     """
     own = read_config(options.base, options.trust_remote_code).dtype
-    likely: _Dtypes = []
-    if merged.dtype in (*HALF_DTYPES, torch.float32):
-        likely.append(merged.dtype)
+    likely: _Dtypes = [None, merged.dtype]
+    if own not in HALF_DTYPES and merged.dtype in HALF_DTYPES:
+        likely = [merged.dtype, None, *HALF_DTYPES]
 
-    if own in HALF_DTYPES:
-        return [None, *(dtype for dtype in likely if dtype != own)]
-
-    if merged.dtype not in HALF_DTYPES:
-        return [None]
-
-    return [*likely, None, *(dtype for dtype in HALF_DTYPES if dtype not in likely)]
+    return [one for one in dict.fromkeys(likely) if one is None or one != own]

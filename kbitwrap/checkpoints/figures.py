@@ -5,8 +5,8 @@ The values are read a few at a time: nothing is held but sums and samples.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,11 +23,12 @@ _LEAST_OF_STACK = 1024
 
 
 class Sample(NamedTuple):
-    """A grid of a tensor's values, in float32: those found, those expected, and those trained on."""
+    """Grids of values in float32, by matrix, row and column: those found, those expected, those of the references."""
 
     found: Tensor
     after: Tensor
     trained: Tensor
+    original: Tensor
 
     @property
     def delta(self) -> Tensor:
@@ -36,23 +37,8 @@ class Sample(NamedTuple):
 
     @property
     def change(self) -> Tensor:
-        """The values that were added."""
+        """The values that were added to the trained ones."""
         return self.found - self.trained
-
-
-class Stored(NamedTuple):
-    """The quantized storage of a tensor.
-
-    Attributes:
-        dtype: The dtype of its codes.
-        has_due_scales: Whether its statistics are the base's, in which case its codes
-            alone were changed, or, in 8 bits, those that the merged values give.
-        most_off: The squared length of what rounding to its codes takes at most.
-    """
-
-    dtype: torch.dtype
-    has_due_scales: bool = True
-    most_off: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -62,13 +48,15 @@ class Figures:
     Attributes:
         fqn: Its name.
         shape: Its shape.
-        dtype: The dtype that it is stored in.
-        stored: The way that it is stored quantized; ``None`` where it is not.
+        dtype: The dtype that it is stored in: of a quantized one, that of its codes.
+        is_quantized: Whether it is stored quantized.
         was_quantized: Whether it was quantized in training.
-        trained: The tensor against the weights that were trained on.
-        original: The tensor against those in the base's files; ``None`` where these
-            hold none that can be compared.
+        references: The tensor against the weights that were trained on, and against
+            those in the base's files where these were compared.
         sample: Some of its values.
+        has_due_scales: Whether its statistics are the base's, in which case its codes
+            alone were changed, or, in 8 bits, those that the merged values give.
+        most_off: The squared length of what rounding to its codes takes at most.
         base_codes: The share of the base's codes that the tensor has when its delta is
             taken off and it is quantized as the base, or the base as it is stored; 0
             where that was not asked.
@@ -83,11 +71,12 @@ class Figures:
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stored: Stored | None
+    is_quantized: bool
     was_quantized: bool
-    trained: ComparisonSums
-    original: ComparisonSums | None
+    references: Sequence[ComparisonSums]
     sample: Sample
+    has_due_scales: bool = True
+    most_off: float = math.inf
     base_codes: float = 0.0
     is_scaled: bool = False
     requantized_bits: int = 0
@@ -102,28 +91,12 @@ class Figures:
     @property
     def is_finite(self) -> bool:
         """Whether all of its values are."""
-        return math.isfinite(self.trained.off)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether it is stored quantized."""
-        return self.stored is not None
-
-    @property
-    def is_of_codes(self) -> bool:
-        """Whether its values are those of codes, in which it is stored or was before."""
-        return self.is_quantized or self.requantized_bits > 0
+        return math.isfinite(self.references[0].off)
 
     @property
     def leaves(self) -> Sequence[Figures]:
         """The figures of its matrices, if it is a stack that has them, or else these alone."""
         return self.matrices or [self]
-
-    @property
-    def references(self) -> list[ComparisonSums]:
-        """The references that there are, the trained one first."""
-        references = [self.trained, self.original]
-        return [one for one in references if one is not None]
 
     @property
     def nearest(self) -> ComparisonSums:
@@ -133,9 +106,7 @@ class Figures:
     @property
     def is_onto_original(self) -> bool:
         """Whether the base's own weights explain it, and not those that were trained on."""
-        if self.original is None:
-            return self.base_codes > 0
-        return self.original.off < self.trained.off
+        return self.nearest is not self.references[0] or self.base_codes > 0
 
     @property
     def num_bits(self) -> int:
@@ -152,7 +123,7 @@ def compare(
     original: Tensor | None,
     *,
     dtype: torch.dtype,
-    stored: Stored | None,
+    stored: torch.dtype | None,
     was_quantized: bool,
 ) -> Figures:
     """Compare one tensor of a merged model with its expected values and its references.
@@ -164,7 +135,7 @@ def compare(
         trained: The weight that was trained on, of its shape.
         original: The weight in the base's files, or ``None``.
         dtype: The dtype that the model computes in, which a merge may round to.
-        stored: The quantized storage that ``found`` was dequantized from.
+        stored: The dtype of the codes that ``found`` was dequantized from.
         was_quantized: Whether the weight was quantized in training.
     """
     coarser = max(dtype, found.dtype, key=lambda one: torch.finfo(one).eps)
@@ -175,9 +146,10 @@ def compare(
     if len(shape) != 3 or size < _LEAST_OF_STACK:
         size = math.prod(shape)
 
-    positions = grid_of(shape).tolist()
-    nothing = torch.empty(0)  # the sample of a tensor without elements
-    picked = [[nothing] * 3]
+    grid = grid_of(shape)
+    positions = grid.flatten()
+    sample = torch.zeros(len(references) + 2, *grid.shape)
+    total = [ComparisonSums() for _ in references]
     sums: list[list[ComparisonSums]] = []
     for start, values in _in_step([found, after, *references], size):
         if start == len(sums) * size:
@@ -188,74 +160,51 @@ def compare(
         for against, before in zip(sums[-1], befores, strict=True):
             against.add_reference(merged, before.float(), delta, coarser)
 
-        first = bisect_left(positions, start)
-        last = bisect_left(positions, start + len(merged))
-        if first < last:
-            inside = torch.tensor(positions[first:last]) - start
-            picked.append([side[inside].float() for side in values[:3]])
+        is_here = (positions >= start) & (positions < start + len(merged))
+        for row, side in zip(sample.flatten(1), values, strict=True):
+            row[is_here] = side[positions[is_here] - start].float()
         # Their memory is free while the next values are computed.
-        del values, merged, expected, befores, delta
+        del values, merged, expected, befores, delta, side
 
-    sample = [torch.cat(side) for side in zip(*picked, strict=True)]
-    total = [ComparisonSums() for _ in references]
     for of_matrix in sums:
         for against, more in zip(total, of_matrix, strict=True):
             against.include(more)
 
-    def make(
-        name: str,
-        shape: tuple[int, ...],
-        against: list[ComparisonSums],
-        picked: list[Tensor],
-        matrices: Sequence[Figures] = (),
-    ) -> Figures:
-        return Figures(
-            name,
-            shape,
-            found.dtype if stored is None else stored.dtype,
-            stored,
-            was_quantized,
-            against[0],
-            against[1] if original is not None else None,
-            Sample(*picked),
-            matrices=matrices,
-        )
-
+    figures = Figures(
+        fqn,
+        shape,
+        stored or found.dtype,
+        stored is not None,
+        was_quantized,
+        total,
+        Sample(sample[0], sample[1], sample[2], sample[-1]),
+    )
     matrices = []
     for index, of_matrix in enumerate(sums if len(sums) > 1 else ()):
-        rows = [side.view(len(sums), -1)[index] for side in sample]
-        matrices.append(make(f"{fqn}[{index}]", shape[-2:], of_matrix, rows))
+        matrix = dataclasses.replace(
+            figures,
+            fqn=f"{fqn}[{index}]",
+            shape=shape[-2:],
+            references=of_matrix,
+            sample=Sample(*[grid[index : index + 1] for grid in figures.sample]),
+        )
+        matrices.append(matrix)
 
-    return make(fqn, shape, total, sample, matrices)
+    return dataclasses.replace(figures, matrices=matrices)
 
 
 def grid_of(shape: tuple[int, ...]) -> Tensor:
-    """Return the flat positions of a sample of a tensor: an even grid of each of its matrices, or of its elements."""
-    if not shape or 0 in shape:
-        return torch.zeros(math.prod(shape), dtype=torch.int64)
-
-    if len(shape) == 1:
-        return _evenly(shape[0], _GRID * _GRID)
-
-    *stacked, height, width = shape
-    rows, columns = _evenly(height, _GRID), _evenly(width, _GRID)
-    matrices = torch.arange(math.prod(stacked))
-    starts = (matrices * height).unsqueeze(1) + rows
-    return (starts.reshape(-1, 1) * width + columns).reshape(-1)
+    """Return the flat positions of a sample of a tensor: an even grid of each matrix, by matrix, row and column."""
+    height, width = (1, 1, *shape)[-2:]
+    matrices = torch.arange(math.prod(shape[:-2])).view(-1, 1, 1)
+    rows = _evenly(height).view(-1, 1)
+    columns = _evenly(width)
+    return (matrices * height + rows) * width + columns
 
 
-def grid_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the number of a tensor's matrices, and the rows and columns of the grid of each."""
-    if len(shape) < 2:
-        return 1, 1, min(math.prod(shape), _GRID * _GRID)
-
-    *stacked, height, width = shape
-    return math.prod(stacked), min(height, _GRID), min(width, _GRID)
-
-
-def _evenly(length: int, number: int) -> Tensor:
-    number = min(length, number)
-    return torch.arange(number) * length // number
+def _evenly(length: int) -> Tensor:
+    number = min(length, _GRID)
+    return torch.linspace(0, length - 1, number, dtype=torch.float64).long()
 
 
 def _in_step(
@@ -267,14 +216,12 @@ def _in_step(
     """
     streams = [pieces(tensor) for tensor in tensors]
     left = [torch.empty(0) for _ in tensors]
-    num_elements = tensors[0].numel()
     start = 0
-    while start < num_elements:
+    while start < tensors[0].numel():
         for place, stream in enumerate(streams):
             while not left[place].numel():
                 left[place] = next(stream).reshape(-1)
-        size = min(values.numel() for values in left)
-        size = min(size, most - start % most)
+        size = min(most - start % most, *map(len, left))
         yield start, [values[:size] for values in left]
         left = [values[size:] for values in left]
         start += size

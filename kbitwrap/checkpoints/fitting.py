@@ -20,9 +20,6 @@ from .base import load_adapted
 from .base_quantization import FITTED, UNQUANTIZED, BaseQuantization
 from .sides import Side, merged_onto, plain_side
 
-# The least part of what a quantization changes in a weight that a checkpoint fitting it
-# holds: 1 is all of it, and one of another form of the base holds 0, whatever was added.
-_LEAST_HELD = 0.5
 # The largest difference of a weight from a merge, as a part of its length, that another
 # adapter explains; larger ones are of other weights.
 _MOST_OFF = 0.5
@@ -36,12 +33,12 @@ def fitting_quantization(
     dtypes: Sequence[torch.dtype | None],
     trust_remote_code: bool = False,
 ) -> BaseQuantization:
-    """Find the quantization whose values, with the adapter merged, one weight of a checkpoint holds.
+    """Find the quantization whose values, with the adapter merged, are nearest to one weight of a checkpoint.
 
-    It is none where the weight holds those of the base as it is, or of no quantization of
-    bitsandbytes. The base is loaded once, unquantized; of its weights one alone is
-    quantized, in each kind and from each dtype that the run may have had (``None`` for
-    the base's), or the next where that tells nothing.
+    It is none where the base as it is is nearer, or where none is near. The base is loaded
+    once, unquantized; of its weights one alone is quantized, in each kind and from each
+    dtype that the run may have had (``None`` for the base's), or the next where that
+    tells nothing.
     """
     with warnings.catch_warnings():
         # the layers that were trained were quantized, and lay otherwise
@@ -69,32 +66,30 @@ def fitting_quantization(
         fqn = fqns[name]
         original = materialize(side.saved[name])
         found = materialize(merged.saved[name]).float()
-        as_it_is = _merged_with(adapted, fqn, original, found.device)
-        difference = found - as_it_is
-        nearest = None
-        least = min(float(difference.norm()), _MOST_OFF * float(as_it_is.norm()))
-        for kind, dtype in itertools.product(layers, dtypes):
+
+        nearest, least = QuantKind.NONE, _distance(found, adapted, fqn, original)
+        if not least <= _MOST_OFF * float(original.float().norm()):
+            continue
+
+        for kind, dtype in itertools.product(configs, dtypes):
             layer = layers[kind][fqn.removesuffix(".weight")]
             make_pending(layer, original.to(dtype or original.dtype))
             values = dequantizer(layer)(...)
             if is_transposed(layer):
                 values = values.t()
-            in_kind = _merged_with(adapted, fqn, values, found.device)
-            change = in_kind - as_it_is
-            held = float((difference * change).sum() / change.square().sum())
-            off = float((found - in_kind).norm())
-            if held >= _LEAST_HELD and off < least:
+            off = _distance(found, adapted, fqn, values)
+            if off < least:
                 nearest, least = kind, off
 
-        if nearest is not None:
+        if nearest is not QuantKind.NONE:
             return BaseQuantization(configs[nearest].to_dict(), FITTED)
 
     return BaseQuantization({}, FITTED)
 
 
-def _merged_with(
-    adapted: torch.nn.Module, fqn: str, values: Tensor, device: torch.device
-) -> Tensor:
-    """Merge an adapter onto other values of one weight, in float32."""
+def _distance(
+    found: Tensor, adapted: torch.nn.Module, fqn: str, values: Tensor
+) -> float:
+    """Return how far a weight is from an adapter merged onto these values of it."""
     weight = merged_onto(adapted, {fqn: values})[fqn]
-    return materialize(weight).float().to(device)
+    return float((found - materialize(weight).float()).norm())

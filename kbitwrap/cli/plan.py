@@ -248,7 +248,7 @@ def command(
 def _plan_preparation(
     model: str,
     asked: Sequence[str],
-    budget: int | None,
+    memory_budget: int | None,
     quant: str | None,
     dtype: str,
     trust_remote_code: bool,
@@ -281,14 +281,14 @@ def _plan_preparation(
     for plan in ours.values():
         del plan["edits"]
     fits = {
-        name: budget is None or plan.peak_bytes <= budget
+        name: memory_budget is None or plan.peak_bytes <= memory_budget
         for name, plan in plans.items()
     }
     result = {
         "model": model,
         "dtype": dtype,
         "quantization": full.quantization,
-        "memory_budget_bytes": budget,
+        "memory_budget_bytes": memory_budget,
         "loaded_bytes": sum(row["bytes"] for row in full.by_role.values()),
         "peft": peft,
         "fits": {name: fits[name] for name in ours},
@@ -313,8 +313,9 @@ def _plan_preparation(
         _BESIDE.format(format_bytes(samples), format_bytes(full.cache_bytes)),
         *each_once("warnings", ours),
     ]
-    if budget is not None:
-        parts.insert(0, verdict(budget, fits))
+    if memory_budget is not None:
+        # It names those too that were not asked for: they may be the remedy.
+        parts.insert(0, verdict(memory_budget, fits))
     return result, parts, all(fits[name] for name in ours)
 
 

@@ -75,7 +75,9 @@ class Slot:
     def resume(self, tree: Any, value: Any) -> None:
         """Write what a suspension read.
 
-        Where something else is found than ``undo`` left, others wrote it: it stays.
+        Slots of parameters, flags, hooks and stand-ins leave what others wrote meanwhile.
+        Slots of plain attributes, such as the train mode, ``use_cache``, checkpointing
+        and caches, are put back whatever is there.
         """
 
 
@@ -102,10 +104,11 @@ class Call(Slot):
 
 
 def finish(call: Callable[..., T], *args: Any) -> T:
-    """Make a call to its end.
+    """Make a call, which may be made again, until it ends.
 
-    It is made again after an interrupt, which is raised in the end, and once after an
-    error that is not ours.
+    After an interrupt it is made again, eight times at most, and the interrupt is raised
+    in the end in place of the result. After an error that is not kbitwrap's it is made
+    again once. So a Ctrl-C in ``restore`` leaves a restored model.
     """
     most_interrupts = 8  # what raises one each time is not tried for ever
     stops: list[BaseException] = []
@@ -138,7 +141,8 @@ class Journal:
     def of(self, kind: type[T]) -> list[T]:
         """Return the slots of one kind, newest first.
 
-        Where two recorded the same, the last has what was there first.
+        Where two slots recorded the same place, the older one comes last: it has what was
+        there first.
         """
         return [slot for slot in reversed(self.slots) if isinstance(slot, kind)]
 

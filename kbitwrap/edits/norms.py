@@ -126,7 +126,8 @@ class Float32Forward:
         """
         inputs = [*args, *kwargs.values()]
         if torch.compiler.is_compiling():
-            # A call that a kernel refuses must not be traced.
+            # A call that the kernel refuses, as float32 input with a half weight, must not be
+            # traced: the answer is the one that `_measured_dtypes` gives for it.
             refuses = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm))
             if refuses and inputs[0].dtype not in HALF_DTYPES:
                 return [inputs[0].dtype]

@@ -43,7 +43,8 @@ class HeadForward(Float32Forward):
         weight: Any = shell.weight
         is_product = forward is nn.Linear.forward and shell.bias is None
         multiplies = isinstance(weight, UpcastTensor) and is_product and args
-        # Else a half input would be multiplied in half.
+        # A half input stays half only where the device multiplies half into float32;
+        # elsewhere the product would be rounded.
         if not (multiplies and multiplies_half(args[0], weight.half_storage)):
             args = map(to_float32, args)
             kwargs = {name: to_float32(value) for name, value in kwargs.items()}

@@ -139,13 +139,15 @@ class ParameterStorage(OriginalSlot):
             return torch.ones(3, dtype=torch.bool, device=current.device)
 
         kept = self.kept.to(current.device)
+        # compared in float32: is it the cast of the original?
         is_inexact = is_trained = differ(current, kept)
         # bitsandbytes casts a bias to the dtype of its input, which may have rounded it
         # on the way.
         for step in HALF_DTYPES if self._is_rewritten else ():
             is_trained = is_trained & differ(current, kept.to(step))
 
-        return torch.stack([is_trained, is_inexact, differ(kept, current)])
+        is_altered = differ(kept, current)  # compared in the original dtype: rounded
+        return torch.stack([is_trained, is_inexact, is_altered])
 
     def find(self, current: torch.Tensor, *, discards: bool = False) -> Found:
         """Find the value to put back. An untrained value is in the original layout.

@@ -285,8 +285,9 @@ class Blocks:
             freed = {storage.origin for storage, is_made in events if not is_made}
             for origin in freed:
                 one, other = origin.part, twins.get(origin.part)
-                # Blocks free what they made, or what the one before them made. What is in
-                # neither, and frees what both made, frees as much for each left out.
+                # Where a span outside of the blocks, as of the loss, frees what the second
+                # and the third block of a kind made, it frees as much of every block that
+                # the second stands for. A span of these two is repeated already.
                 is_of_all = origin._replace(part=other) in freed
                 if other is not None and is_of_all and mark.part not in (one, other):
                     times[mark, origin] = counts[one]

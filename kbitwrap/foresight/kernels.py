@@ -15,7 +15,11 @@ from torch import Tensor
 
 
 def _write(tile: Tensor, *args: Any, **_: Any) -> None:
-    """Write values that are not known to the statistics of a tile, in their place."""
+    """Stand for the launch of a kernel: make its floating-point outputs values that are not known.
+
+    They are written with an element of the tile, which depends on activations. The kernel
+    allocates nothing; the Python around it does, and runs.
+    """
     if tile.numel():
         for value in args:
             if isinstance(value, Tensor) and value.is_floating_point():
@@ -47,7 +51,8 @@ def fused_heads_on_cuda() -> Iterator[None]:
         if left.dtype not in (torch.float16, torch.bfloat16):
             add_in_float32(total, left, right)
 
-    launches: Any = defaultdict(lambda: _write)  # by their grids
+    # A launch is written ``kernel[grid](...)``.
+    launches: Any = defaultdict(lambda: _write)
     replacements: dict[str, Any] = {
         "_use_triton": uses_triton,
         "_forward_kernel": launches,

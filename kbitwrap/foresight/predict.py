@@ -380,12 +380,14 @@ class StepPredictor:
                 )
                 found.step()  # refused here, if blocks are not told by others
                 return found
-        except UnsupportedModelError:
+        except (
+            UnsupportedModelError
+        ):  # a NotRepeatedError too: `_explained` raised this
             if not blocks.is_cut:
                 raise
         # it may be that the model cannot run with fewer blocks
         self._is_exact = True
-        del self._simulated
+        del self._simulated  # built again, with all blocks, when it is asked for
         return self._run(batch_size, seq_len)
 
     @functools.cached_property

@@ -135,7 +135,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
         # on all ranks, which read a sharded model together
         self._manifest = None if prepared is None else prepared.manifest()
-        if state.global_step:  # training is resumed
+        if (
+            state.global_step
+        ):  # Training is resumed: what is wrong with that is said first.
             self._compare(state)
         if prepared is None:
             raise StateError(
@@ -228,7 +230,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def _compare(self, state: TrainerState) -> None:
         """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
-        # by the name of a class, which may be derived from this one; several are a list
+        # by the name of a class, which may be derived from this one; several are a list,
+        # and of several records the last counts
         expected = None
         for saved in vars(state)["stateful_callbacks"].values():
             for one in saved if isinstance(saved, list) else [saved]:

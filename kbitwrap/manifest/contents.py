@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.metadata
 import platform
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -201,17 +202,16 @@ def _adapters(tree: ModelTree) -> dict[str, dict[str, Any]]:
     are those of PEFT's own parameters: copies of the base's modules do not count, but
     an adapter that has no other parameters is there too.
     """
-    dtypes: dict[str, set[str]] = {}
+    dtypes: defaultdict[str, set[str]] = defaultdict(set)
     for node in tree.adapters:
         for key, container in node.module._modules.items():
-            if not isinstance(container, (nn.ModuleDict, nn.ParameterDict)):
-                continue
-            for name in container:
-                dtypes.setdefault(name, set())
-            for path, parameter in container.named_parameters():
-                if key not in COPIES:
+            if isinstance(container, (nn.ModuleDict, nn.ParameterDict)):
+                own = [] if key in COPIES else container.named_parameters()
+                for path, parameter in own:
                     name, _, _ = path.partition(".")
                     dtypes[name].add(dtype_name(parameter.dtype))
+                for name in container:
+                    dtypes[name]  # it is there without parameters of its own, too
 
     found = {}
     config_class = loaded_class("peft", "PeftConfig")

@@ -45,10 +45,11 @@ def compare(
         other = second.get(fqn)
         if other is None or fqn in ignored:
             continue
-        pairs = {name: (one.get(name), other.get(name)) for name in (*one, *other)}
-        for name, (expected, found) in [*pairs.items()]:
-            if expected == found or (not fqn and name in ignored):
-                del pairs[name]
+        pairs = {}
+        for name in {**one, **other}:
+            pair = one.get(name), other.get(name)
+            if pair[0] != pair[1] and (fqn or name not in ignored):
+                pairs[name] = pair
         if pairs:
             different[fqn] = pairs
 

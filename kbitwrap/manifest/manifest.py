@@ -131,29 +131,19 @@ class Manifest(Report, ManifestPart):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Manifest:
-        highest = max((row[0] for row in self.rows.values()), default=-1)
-        if highest >= len(self.kinds):
-            raise ValueError(
-                f"a tensor is of kind {highest}, but there are only {len(self.kinds)} "
-                "kinds, counted from 0"
-            )
+        for fqn, (kind, _) in self.rows.items():
+            if kind >= len(self.kinds):
+                raise ValueError(f"the kind of {fqn} is not there")
 
-        tied = [name for names in self.ties for name in names]
-        if len(set(tied)) < len(tied):
-            raise ValueError("a tensor is tied twice")
-
+        tied: set[str] = set()
         for names in self.ties:
             rows = {self.rows.get(name) for name in names}
-            if None in rows or len(rows) > 1:
+            if None in rows or len(rows) > 1 or not tied.isdisjoint(names):
                 raise ValueError(
-                    f"{', '.join(names)} are tied, but their records differ"
+                    f"{', '.join(names)} are tied, but their records differ, or one is "
+                    "tied twice"
                 )
-
-        if self.version == 1:
-            for prefix, part in (("", self), ("config.", self.config)):
-                new = part.new_fields().keys() & part.model_fields_set
-                if new:
-                    raise ValueError(f"version 1 has no field {prefix}{min(new)}")
+            tied.update(names)
 
         return self
 
@@ -243,8 +233,9 @@ class Manifest(Report, ManifestPart):
         """Return this manifest with the lowest version that can hold all of it."""
         version = 1
         for part in (self, self.config):
-            for name, default in part.new_fields().items():
-                if getattr(part, name) != default:
+            for name, field in type(part).model_fields.items():
+                # version 1 lacks those that need not be given
+                if not field.is_required() and getattr(part, name) != field.default:
                     version = 2
         return self.model_copy(update={"version": version})
 
@@ -323,23 +314,17 @@ class Manifest(Report, ManifestPart):
         if adapters:
             ours["adapters"] = {name: vars(one) for name, one in self.adapters.items()}
             theirs["adapters"] = contents.adapters
-        recorded_tensors = self.tensors
-        if contents.unread:
-            recorded_tensors = {
-                fqn: tensor
-                for fqn, tensor in self.tensors.items()
-                if fqn in contents.tensors
-            }
-        expected = values_as_loaded(recorded_tensors)
+        expected = values_as_loaded(self.tensors)
         found = values_as_loaded(contents.tensors)
+        if contents.unread:
+            expected = {fqn: expected[fqn] for fqn in expected if fqn in found}
         ignored = ["model.name_or_path", *unknown]
         if DTYPES_OF_4_BITS in self.unknown:
             ignored += _SETTINGS_OF_4_BITS
             # of these the digest is of the same bytes, in any storage
-            for fqn in expected.keys() & found.keys():
-                if f"{fqn}.quant_map" in self.rows:
-                    for values in (expected[fqn], found[fqn]):
-                        del values["shape"], values["original_dtype"]
+            for values in (*expected.values(), *found.values()):
+                if f"{values['fqn']}.quant_map" in self.rows:
+                    del values["shape"], values["original_dtype"]
 
         recorded = self.versions.get("transformers")
         installed = versions().get("transformers")
@@ -449,10 +434,9 @@ class Manifest(Report, ManifestPart):
         return compare(first, second, ignored)
 
     def to_json(self) -> str:
-        """Write the manifest as JSON text, in ASCII: indented, one tensor a line."""
+        """Write the manifest as indented JSON text, in ASCII."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        parts = [f"  {json.dumps(key)}: {_text(key, data[key])}" for key in data]
-        return "{\n" + ",\n".join(parts) + "\n}\n"
+        return json.dumps(data, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -483,23 +467,17 @@ class Manifest(Report, ManifestPart):
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"{source}: expected JSON in UTF-8: {error}") from error
 
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else data
-            raise ManifestError(
-                f'{source}: expected JSON with "format": "{FORMAT}", found '
-                f"{shown(found)}"
-            )
+        if isinstance(data, dict) and data.get("format") == FORMAT:
+            version = data.get("version")
+            if type(version) is not int or version not in VERSIONS:
+                raise ManifestVersionError(
+                    f"{source}: expected version {VERSIONS[0]} or {VERSIONS[1]}, found "
+                    f"{shown(version)}; install the kbitwrap that wrote it, or a newer one",
+                    found=version,
+                    supported=VERSIONS,
+                )
 
-        version = data.get("version")
-        if type(version) is not int or version not in VERSIONS:
-            raise ManifestVersionError(
-                f"{source}: expected version {', '.join(map(str, VERSIONS))}, found "
-                f"{shown(version)}; install the kbitwrap that wrote it, or a newer one",
-                found=version,
-                supported=VERSIONS,
-            )
-
-        with _refusing(f"{source} is invalid"):
+        with _refusing(f"{source} is no valid manifest"):
             return cls.model_validate(data)._of_lowest_version()
 
     def save(self, path: StrPath) -> None:
@@ -536,50 +514,28 @@ class Manifest(Report, ManifestPart):
         try:
             if file.is_dir():
                 file /= MANIFEST_NAME
-                if not file.exists():
-                    raise FileNotFoundError(f"the folder holds no {MANIFEST_NAME}")
             refuse_special(file)
             with open(file, "rb") as opened:
                 text = opened.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
             raise ManifestError(
-                f"cannot read the manifest {str(file)!r}: {reason}"
+                f"cannot read the manifest {str(file)!r}: {error}"
             ) from error
 
         return cls._read(text, repr(str(file)))
 
 
-def _text(key: str, value: Any) -> str:
-    """Write one part of a manifest as JSON, one tensor a line."""
-    if key not in ("tensors", "kinds", "ties"):
-        return json.dumps(value, indent=2).replace("\n", "\n  ")
-
-    if key == "tensors":
-        opening, closing = "{}"
-        rows = [f"{json.dumps(name)}: {json.dumps(value[name])}" for name in value]
-    else:
-        opening, closing = "[]"
-        rows = [json.dumps(item) for item in value]
-    body = ",\n    ".join(rows)
-    return f"{opening}\n    {body}\n  {closing}" if rows else opening + closing
-
-
 @contextlib.contextmanager
 def _refusing(complaint: str) -> Iterator[None]:
-    """Raise pydantic's refusals as a ``ManifestError``.
-
-    It has the first few complaints, and the first one's tensor.
-    """
+    """Raise pydantic's refusals as a ``ManifestError`` of the first few complaints, with the first one's tensor."""
     try:
         yield
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         lines = []
         for entry in found:
-            where = ".".join(repr(str(part))[1:-1][:80] for part in entry["loc"])
-            what = f"{entry['msg']}, found {shown(entry['input'])}"
-            lines.append(f"{where or 'the whole'}: {what}")
+            where = shown(".".join(map(str, entry["loc"])))
+            lines.append(f"{where}: {entry['msg']}, found {shown(entry['input'])}")
         refusal = ManifestError(f"{complaint}: {first_of(lines, 3, '; ')}")
         place = found[0]["loc"]
         if len(place) > 1 and place[0] == "tensors":

@@ -35,17 +35,15 @@ class BaseCheck:
         self._manifest = manifest
         self._unknown = unknown
         contents = read_contents(ModelTree(model), None, reads_pending=False)
-        self._contents = contents
         manifest.refuse_other(contents, unknown=unknown)
-        self._awaited: dict[str, nn.Module] = {}
+        self._contents = contents
+        self._layers: dict[str, nn.Module] = {}  # by the names of their weights
         for path in contents.unread:
-            layer = model.get_submodule(path)
-            fqn = join(path, "weight")
-            self._awaited[fqn] = layer
+            fqn, layer = join(path, "weight"), model.get_submodule(path)
+            self._layers[fqn] = layer
             when_quantized(layer, functools.partial(self._note, fqn))
 
     def _note(self, fqn: str, layer: nn.Module) -> None:
-        del self._awaited[fqn]
         self._contents.tensors.update(records_of_layer(fqn, layer))
 
     def finish(self) -> None:
@@ -54,8 +52,9 @@ class BaseCheck:
         Raises:
             ManifestMismatchError: They are not those that were recorded.
         """
-        if self._contents.unread:
-            for layer in [*self._awaited.values()]:
+        for fqn, layer in self._layers.items():
+            if fqn not in self._contents.tensors:
                 quantized_layer(layer)
+        if self._layers:
             contents = self._contents._replace(unread=frozenset())
             self._manifest.refuse_other(contents, unknown=self._unknown)

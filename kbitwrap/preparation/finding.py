@@ -22,6 +22,11 @@ from .state import Original
 def find_again(before: Original, tree: ModelTree) -> None:
     """Find every recorded parameter in a live model.
 
+    A shard is told by its place. Others are told by their memory, or statistics, at their
+    places, and then by their memory anywhere. A parameter of the base that has neither is
+    told by shape and sample, at its places or under its name in a module that is new; one
+    of an adapter, and a bias that its layer rewrites, by place and shape.
+
     Args:
         before: The record of the base, and of adapters that were there before.
         tree: The live model, of which ``known`` and ``sharded`` are filled.
@@ -36,7 +41,8 @@ def find_again(before: Original, tree: ModelTree) -> None:
                 tree.sharded[id(shard)] = record
             elif seen is not None:
                 tree.known[id(seen)] = record
-            # Others may have taken the module out of the model.
+            # One that is seen in a module outside of the model, as others may have taken
+            # the module out of it, is lost too.
             if shard is None and (seen is None or id(seen) not in tree.ids):
                 lost.append(record)
 

@@ -312,6 +312,7 @@ class Preparation:
             copies = [*self.journal.of(Copy), *self.copies(tree)]
             with only_reading():
                 self._undone.turned_on += self.before.turned_on(tree)
+        # It shares the lists of `_undone`: what this call finds is there for the next one.
         undoing = dataclasses.replace(self._undone, policy=trained, changed=changed)
         ours = {one.record for one in self.journal.of(OriginalSlot)}
 

@@ -243,9 +243,9 @@ class TableCodes(Codes):
     ) -> None:
         super().__init__(stored, values, scales, group_size)
         # A place is that of a code in the order of values.
-        self._in_order, names = values.sort()
-        self._code_at = names.to(torch.uint8)
-        self._place_of = names.argsort().int()
+        self._in_order, codes_in_order = values.sort()
+        self._code_at = codes_in_order.to(torch.uint8)
+        self._place_of = codes_in_order.argsort().int()
 
         # The inverse of the step from each value upwards and downwards. Beyond the ends
         # it is as far as is not counted.
@@ -266,7 +266,10 @@ class TableCodes(Codes):
     ) -> tuple[Tensor, Tensor, int]:
         codes = self._codes_in(stored)
         places = self._place_of.index_select(0, codes)
-        # The way is counted in steps. Nearly all are shorter than one.
+        # The way from a code to the sum, in steps between codes: upwards positive. To add a
+        # number within a half and to round goes to the nearer code with the right
+        # probability as long as the way is one step at most, as nearly all are. A longer
+        # way crosses steps of other lengths, and is looked up.
         way = self._per_step_up.index_select(0, places).mul_(added.clamp(min=0))
         way += self._per_step_down.index_select(0, places).mul_(added.clamp(max=0))
         shortest, longest = way.aminmax()

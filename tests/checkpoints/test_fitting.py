@@ -75,28 +75,6 @@ def test_no_quantization_is_found_where_the_base_was_merged_as_it_is(tmp_path: P
     assert doctor(tmp_path / "merged", base=base, adapter=adapter).merge.assumed == "as they are"
 
 
-TOLD = {QuantKind.NF4: "in nf4", QuantKind.FP4: "in fp4", QuantKind.NONE: "as they are"}
-
-
-@pytest.mark.parametrize("told", few(TOLD, [QuantKind.NF4]))
-def test_a_checkpoint_that_fits_another_quantization_than_the_one_told_says_which(
-    told: QuantKind, tmp_path: Path
-) -> None:
-    base, adapter = make("llama", tmp_path, torch.bfloat16)
-    double = bitsandbytes_config("nf4-double", torch.bfloat16)
-    merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=double)
-    config = bitsandbytes_config(told, None) or False
-    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=config)
-    (found,) = report.findings
-    assert found.what == f"it was merged onto the base's weights in nf4-double, not {TOLD[told]} as given"
-    assert "--quant nf4-double" in found.remedy
-    assert str(report.merge).endswith(f"in nf4-double, not {TOLD[told]} as given")
-    assert report.merge.onto == "other"
-    right = doctor(tmp_path / "merged", base=base, adapter=adapter, quant=double)
-    assert not right.findings
-    assert str(right.merge).endswith("added to the weights that it was trained on")
-
-
 @pytest.mark.thorough
 def test_what_fits_no_quantization_is_measured_by_the_one_told(tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16)
@@ -144,14 +122,3 @@ def test_a_first_weight_that_tells_nothing_leaves_the_next_to_tell(value: float,
     (found,) = report.findings
     assert name in found.evidence
     assert report.merge.assumed.startswith("in nf4")
-
-
-@pytest.mark.parametrize("own", [QuantKind.NF4, QuantKind.INT8])
-def test_a_quantized_merge_of_another_kind_than_the_one_told_says_which(own: QuantKind, tmp_path: Path) -> None:
-    base, adapter = make("llama", tmp_path, torch.bfloat16, lora_alpha=0.5)  # a small delta
-    config = bitsandbytes_config(own, torch.bfloat16)
-    merge_checkpoint(base, adapter, tmp_path / "merged", merge_as="quantized", quantization_config=config)
-    report = doctor(tmp_path / "merged", base=base, adapter=adapter, quant="fp4")
-    (found,) = report.findings
-    assert found.what == f"it was merged onto the base's weights in {own}, not in fp4 as given"
-    assert report.merge.onto == "other"
