@@ -97,7 +97,14 @@ def find_quantization(
 
     if manifest is not None and QUANTIZATION not in manifest.unknown:
         recorded = manifest.model.quantization.config
-        if recorded or given:
+        kinds = kind_of(recorded), kind_of(given or {})
+        if given is not None and None not in kinds and kinds[0] is not kinds[1]:
+            raise ManifestMismatchError(
+                f"the manifest records {kinds[0]} as the quantization of the base in training, "
+                f"and {kinds[1]} was given",
+                different={"": {"quantization": kinds}},
+            )
+        if given:
             holder = "the base in the manifest"
             _refuse_other(holder, recorded, given, ManifestMismatchError)
         return BaseQuantization(recorded_quantization(manifest) or {}, OF_MANIFEST)

@@ -141,12 +141,16 @@ def command(
     what = f"merging {' and '.join(paths)}"
     status = write(merge, what, json_, trust_remote_code)
     if status == EXIT_DONE and adapter is not None and quant is not None:
-        _tell_unrecorded(base, adapter, manifest, quant)
+        _tell_unrecorded(base, adapter, manifest, quant, trust_remote_code)
     return status
 
 
 def _tell_unrecorded(
-    base: str | None, adapter: Path, manifest: Path | None, quant: str
+    base: str | None,
+    adapter: Path,
+    manifest: Path | None,
+    quant: str,
+    trust_remote_code: bool,
 ) -> None:
     """Say that nothing records how a base was quantized in training, where that is so."""
     from ..checkpoints.adapters import read_adapter
@@ -157,7 +161,9 @@ def _tell_unrecorded(
     saved = read_adapter(adapter)
     record = saved_manifest(adapter) if manifest is None else load_manifest(manifest)
     given = quantization_in_training(quant, None)
-    found = find_quantization(base or named_base(saved), given, record, saved)
+    found = find_quantization(
+        base or named_base(saved), given, record, saved, trust_remote_code
+    )
     if found.source == GIVEN:
         say(
             f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its word"

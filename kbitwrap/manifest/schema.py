@@ -124,11 +124,11 @@ class ConfigRecord(ManifestPart):
     """The fields of ``PrepareConfig``.
 
     A class among ``norm_modules`` is recorded by its name, and matches by name.
-
-    A field with a default is one of version 2. `Manifest` and this class alone are asked
-    for such fields. One that is added later needs version 3: a kbitwrap that reads
-    version 2 refuses fields that it does not know.
     """
+
+    # A field with a default is one of version 2: `Manifest` and this class alone are asked
+    # for such fields. One that is added later needs version 3, because a kbitwrap that
+    # reads version 2 refuses fields that it does not know.
 
     precision: Literal["full", "compute", "norms", "adapted", "none"]
     freeze: bool

@@ -131,7 +131,7 @@ def test_what_the_library_warns_of_is_a_note_in_the_words_of_the_command_line(
     lines = err.splitlines()
     assert all(line.startswith("kbitwrap: note: ") for line in lines)
     assert "an adapter touches every quantized layer" in lines[0]
-    assert lines[0].endswith("; --as quantized keeps that size")
+    assert lines[0].endswith("; --as quantized keeps the size of the base")
     assert lines[:1] == [f"kbitwrap: note: {note}" for note in json.loads(out)["notes"]]
 
 
