@@ -28,7 +28,7 @@ KINDS = (
     GRADIENTS,
 )
 """The kinds of memory, in the order in which they are shown."""
-FORWARD, BACKWARD, OPTIMIZER_STEP = PHASES = ("forward", "backward", "optimizer")
+FORWARD, BACKWARD, OPTIMIZER_STEP = ("forward", "backward", "optimizer")
 
 
 def rounded_up(number: int, multiple: int) -> int:
@@ -40,7 +40,7 @@ class Position(NamedTuple):
     """A place in a step.
 
     Attributes:
-        phase: One of ``PHASES``; empty before the step.
+        phase: ``FORWARD``, ``BACKWARD`` or ``OPTIMIZER_STEP``; empty before the step.
         part: The part of the model that runs; ``None`` outside all parts.
         turn: How often a forward pass through a stack of parts has begun by then.
     """
