@@ -87,11 +87,8 @@ class Trace(NamedTuple):
             total.update(sizes)
         return total
 
-    def levels(self, measure: Measure = in_bytes) -> Levels:
+    def levels(self) -> Levels:
         """Return the highest levels of the whole model's step, with its optimizer's.
-
-        Args:
-            measure: What is added up of the storages of the model's passes.
 
         Returns:
             The levels, in bytes by kind.
@@ -100,8 +97,8 @@ class Trace(NamedTuple):
             NotRepeatedError: The blocks that are left out cannot be told from the
                 others.
         """
-        runs = self.blocks.whole_step(self.ledger, measure)
-        return highest_levels(self.held(measure), [*runs, *self.last])
+        runs = self.blocks.whole_step(self.ledger)
+        return highest_levels(self.held(), [*runs, *self.last])
 
     def step(self) -> Step:
         """Return the step of the whole model; raises as `levels` does."""

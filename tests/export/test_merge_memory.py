@@ -17,8 +17,6 @@ from support.layers import LARGE_LAYERS, LORA, adapted_layers
 from support.memory import allocations, peak
 from support.thorough import few
 
-BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

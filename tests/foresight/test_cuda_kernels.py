@@ -21,7 +21,6 @@ from kbitwrap.foresight.ledger import Ledger, Storage
 from kbitwrap.foresight.tracker import Watch
 
 BLOCK, MIB = 512, 1 << 20
-SEED = 2 * BLOCK  # two numbers of the random generator, each in a block of its own
 
 
 def up(num_bytes: int) -> int:

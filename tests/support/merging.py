@@ -31,12 +31,12 @@ def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
     assert ((found.double() - exact).abs() <= half_ulp + float32_rounding).all()
 
 
-def layers_of(model: nn.Module, kind: str = "base_layer") -> dict[str, Any]:
+def layers_of(model: nn.Module) -> dict[str, Any]:
     """PEFT's layers by the base's names."""
     return {
         fqn.removeprefix("base_model.model."): module
         for fqn, module in model.named_modules()
-        if kind in module._modules and ".base_layer" not in fqn
+        if "base_layer" in module._modules and ".base_layer" not in fqn
     }
 
 

@@ -187,9 +187,9 @@ def _layers() -> st.SearchStrategy[list[nn.Module]]:
 
 
 @st.composite
-def module_trees(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = HALF_DTYPES) -> Tree:
+def module_trees(draw: st.DrawFn) -> Tree:
     """A small model in half precision, used as users use theirs. It runs: `tree(torch.tensor([[0, 1, 5]]))`."""
-    tree = Tree(draw(_layers())).to(draw(st.sampled_from(dtypes)))
+    tree = Tree(draw(_layers())).to(draw(st.sampled_from(HALF_DTYPES)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
     with torch.no_grad():
         for parameter in tree.parameters():
@@ -267,9 +267,8 @@ class Fault(NamedTuple):
     error: type[BaseException]
 
 
-def faults(
-    num_edits: int, errors: tuple[type[BaseException], ...] = (RuntimeError, KeyboardInterrupt, SystemExit)
-) -> st.SearchStrategy[Fault]:
+def faults(num_edits: int) -> st.SearchStrategy[Fault]:
     """A fault at any edit: before it reads (`"capture"`), before it changes (`"apply"`), or half-way (`"half"`)."""
     phases = st.sampled_from(("capture", "apply", "half"))
-    return st.builds(Fault, st.integers(0, num_edits - 1), phases, st.sampled_from(errors))
+    errors = st.sampled_from((RuntimeError, KeyboardInterrupt, SystemExit))
+    return st.builds(Fault, st.integers(0, num_edits - 1), phases, errors)

@@ -23,8 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning"),
 ]
 
-COMPLETION = 4  # tokens
-
 
 class ReachedError(Exception):
     pass
