@@ -406,9 +406,7 @@ class Manifest(Report, ManifestPart):
             "transformers": self.versions.get("transformers"),
         }
 
-    def diff_essence(
-        self, expected: Mapping[str, Any], recorded: Manifest | None = None
-    ) -> ManifestDiff:
+    def diff_essence(self, expected: Mapping[str, Any]) -> ManifestDiff:
         """Compare an essence that was recorded with this manifest's.
 
         A config that differs is no difference where it was recorded with another
@@ -416,22 +414,16 @@ class Manifest(Report, ManifestPart):
 
         Args:
             expected: The recorded essence.
-            recorded: The manifest that it is the essence of, to name the tensors that
-                differ; ``None`` names none.
 
         Returns:
-            The differences; those in the essence are at the name ``""``.
+            The differences, at the name ``""``; ``diff`` names the tensors that differ.
         """
         found = self.essence()
         ignored = ["transformers"]
         if expected.get("transformers") != found["transformers"]:
             ignored.append("model.config_sha256")
 
-        first, second = of_whole(expected), of_whole(found)
-        if recorded is not None:
-            first |= values_for_training(recorded.tensors)
-            second |= values_for_training(self.tensors)
-        return compare(first, second, ignored)
+        return compare(of_whole(expected), of_whole(found), ignored)
 
     def to_json(self) -> str:
         """Write the manifest as indented JSON text, in ASCII."""

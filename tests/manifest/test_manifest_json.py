@@ -454,7 +454,7 @@ model = torch.nn.LayerNorm(2)
 def use(path):
     manifest = Manifest.load(path)
     manifest.prepare_config(), str(manifest), repr(manifest), manifest.to_json(), manifest.diff(manifest)
-    manifest.diff_essence(manifest.essence(), manifest)
+    manifest.diff_essence(manifest.essence())
     list(manifest.tensors.values())
     try:
         manifest.check(model)
