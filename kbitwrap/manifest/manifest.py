@@ -382,9 +382,8 @@ class Manifest(Report, ManifestPart):
 
         Returns:
             ``"config"`` and ``"model"`` as in the manifest, without settings that
-                change no number and without
-            ``name_or_path``; ``"tensors"``, a SHA-256 (hex) over all tensors, without
-                the content of trainable ones;
+            change no number and without ``name_or_path``; ``"tensors"``, a SHA-256
+            (hex) over all tensors, without the content of trainable ones;
             ``"transformers"``, its version.
         """
         digest = hashlib.sha256()
