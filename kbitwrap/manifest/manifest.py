@@ -388,7 +388,6 @@ class Manifest(Report, ManifestPart):
         """
         digest = hashlib.sha256()
         for fqn, values in sorted(values_for_training(self.tensors).items()):
-            del values["tied"]
             digest.update(json.dumps([fqn, *values.values()]).encode())
 
         exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}
