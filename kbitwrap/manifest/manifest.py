@@ -145,6 +145,11 @@ class Manifest(Report, ManifestPart):
                 )
             tied.update(names)
 
+        for prefix, part in (("", self), ("config.", self.config)):
+            new = part.new_fields().keys() & part.model_fields_set
+            if self.version == 1 and new:
+                raise ValueError(f"version 1 has no field {prefix}{min(new)}")
+
         return self
 
     @property
@@ -233,9 +238,8 @@ class Manifest(Report, ManifestPart):
         """Return this manifest with the lowest version that can hold all of it."""
         version = 1
         for part in (self, self.config):
-            for name, field in type(part).model_fields.items():
-                # version 1 lacks those that need not be given
-                if not field.is_required() and getattr(part, name) != field.default:
+            for name, default in part.new_fields().items():
+                if getattr(part, name) != default:
                     version = 2
         return self.model_copy(update={"version": version})
 

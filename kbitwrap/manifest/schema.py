@@ -47,6 +47,15 @@ class ManifestPart(BaseModel):
         from_attributes=True,
     )
 
+    @classmethod
+    def new_fields(cls) -> dict[str, Any]:
+        """Return the fields that version 1 of the manifest lacks, with their defaults."""
+        new = {}
+        for name, field in cls.model_fields.items():
+            if not field.is_required():
+                new[name] = field.default
+        return new
+
 
 def parse_json(text: str) -> Any:
     """Parse JSON; ``ValueError`` is raised on doubled keys."""

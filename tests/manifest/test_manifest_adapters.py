@@ -171,6 +171,7 @@ def test_a_config_has_one_digest_whatever_the_order_of_its_names() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -182,11 +183,12 @@ def test_a_config_has_one_digest_whatever_the_order_of_its_names() -> None:
         ("x", 1),
     ],
 )
-def test_an_invalid_record_of_an_adapter_is_refused(field: str | None, value: Any) -> None:
+def test_an_invalid_record_of_an_adapter_is_refused(version: int, field: str | None, value: Any) -> None:
     data = json.loads(small_manifest().to_json())
     record = {"config_sha256": "0" * 64, "dtypes": ["float32"]}
-    data |= {"version": 2, "adapters": {"default": record}}
-    assert Manifest.from_json(json.dumps(data)).adapters["default"].dtypes == ("float32",)
-    data["adapters"] = value if field is None else {"default": record | {field: value}}
+    data |= {"version": version, "adapters": {"default": record}}
+    if version == 2:
+        assert Manifest.from_json(json.dumps(data)).adapters["default"].dtypes == ("float32",)
+        data["adapters"] = value if field is None else {"default": record | {field: value}}
     with pytest.raises(ManifestError, match="adapters"):
         Manifest.from_json(json.dumps(data))
