@@ -1,4 +1,4 @@
-"""What an engine will do with each precision is said beforehand; tests/test_engines.py holds it against the engines."""
+"""What an engine will do with each precision is said beforehand; test_engines.py holds it against the engines."""
 
 from __future__ import annotations
 
