@@ -80,7 +80,8 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
 
     All of the base's are copied that are no weights. A tokenizer, or a processor, that
     lies beside the adapter takes the place of the base's, but for the files that only
-    other programs read, as long as the vocabulary is the same.
+    other programs read, as long as the vocabulary is the same. Any other file beside the
+    adapter that has the name of one of the base's takes its place too.
     """
     home = _with_small_files(base)
     of_base, left = _files_in(home) if home is not None else ({}, [])

@@ -254,8 +254,8 @@ class _Wrong:
     def is_of_low_rank(self) -> bool:
         """Whether the change is of a rank that adapters have, and not of a full one.
 
-        Where the delta is in it, as in that of an earlier checkpoint, what is beside the
-        delta is.
+        If the adapter's own delta is in the change, it is taken off first: what is left of
+        a merge of an earlier checkpoint of the run is of low rank, too.
         """
         figures, sample = self._first, self._first.sample
         change = sample.change

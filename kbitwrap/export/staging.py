@@ -1,4 +1,9 @@
-"""Files and folders that are there whole or not at all."""
+"""Files and folders that are there whole or not at all.
+
+What a killed process left in its hidden folder says how far it came: ``new`` alone, not
+begun; with ``old``, files were leaving, and are put back; with ``replaced``, all were out,
+and the new ones follow. The next writing to the destination does this (`_clear`).
+"""
 
 from __future__ import annotations
 

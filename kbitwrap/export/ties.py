@@ -28,9 +28,9 @@ def settle_ties(
     places: Places,
     delta_of: Callable[[nn.Module, str], Hashable],
 ) -> None:
-    """Tie again the weights that were tied, if all are still equal.
+    """Tie each group again whose weights are equal.
 
-    Otherwise all of them are untied, in the configs too. Weights to which one delta is
+    One flag of a config speaks for all groups: if one differs, all are untied. Weights to which one delta is
     added are equal, though the products that compute it may be rounded apart:
     ``delta_of`` identifies that of a module's parameter, or is ``None``.
     """
