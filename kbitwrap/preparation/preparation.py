@@ -435,9 +435,12 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
         shared = [one.path for one in tree.tensors if id(one.parameter) in other.ids]
         if preparation is but or not shared:
             continue
+        what = ", or a part of it,"
+        if other.owners.isdisjoint(tree.owners):
+            name = type(other.model).__name__
+            what = f" shares its {shared[0]} with a {name} that"
         raise StateError(
-            f"this {type(tree.model).__name__} shares its {shared[0]} with a "
-            f"{type(other.model).__name__} that is prepared already; restore() "
+            f"this {type(tree.model).__name__}{what} is prepared already; restore() "
             "that first, or find its wrapper with kbitwrap.prepared_of(model)",
             state=getattr(preparation.holder(), "state", None),
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
