@@ -397,3 +397,17 @@ def test_a_fault_in_the_second_call_keeps_the_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     assert during.diff(Snapshot(model), moved=True, ignore=(": attributes",)) == []
     kbitwrap.restore(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
+@pytest.mark.parametrize("precision", ["full", "compute", "norms", "none"])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_value_that_changed_before_the_second_call_is_named_by_the_restore(precision: str, freeze: bool) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 4)).bfloat16()
+    prepared = kbitwrap.KbitPreparedModel(model, precision=precision, freeze=freeze, gradient_checkpointing=False)
+    prepared.prepare()
+    model[1].weight.data.mul_(1.5)
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    report = prepared.restore()
+    assert [*report.trained, *report.replaced] == ["1.weight"]
+    assert model[1].weight.tolist() == [1.5] * 4

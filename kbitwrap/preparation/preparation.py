@@ -36,6 +36,7 @@ from .comparison import (
 )
 from .copies import copies_of, upcast_copies
 from .finding import find_again
+from .fingerprints import is_changed
 from .plan import Plan, edits_of_adapters
 from .process import (
     LARGE_BLOCK_BYTES,
@@ -299,15 +300,11 @@ class Preparation:
             refuse_flat(tree)
             changes = self.changes(tree)
             changed = {*changes.trained, *changes.drifted}
-            # What is stored upcast is told by its own slot, which has the original.
-            stored = [
-                one
-                for one in self.journal.of(ParameterStorage)
-                if one.current() is not None
-            ]
-            told = {one.record.fqn for one in stored}
-            changes.trained = [fqn for fqn in changes.trained if fqn not in told]
-            changes.drifted = [fqn for fqn in changes.drifted if fqn not in told]
+            # What is stored upcast is told by its own slot, which may hold the original.
+            told: dict[str, ParameterRecord] = {}
+            for one in self.journal.of(ParameterStorage):
+                if one.current() is not None:
+                    told[one.record.fqn] = one.record
             # Some stayed in the journal where they were an error.
             copies = [*self.journal.of(Copy), *self.copies(tree)]
             with only_reading():
@@ -316,11 +313,28 @@ class Preparation:
         undoing = dataclasses.replace(self._undone, policy=trained, changed=changed)
         ours = {one.record for one in self.journal.of(OriginalSlot)}
 
+        def is_untold(fqn: str) -> bool:
+            """Return whether no slot has told a changed value that is still another than the original.
+
+            A slot that was made when the value had changed already takes it for the
+            original.
+            """
+            record = told.get(fqn)
+            if record is None:
+                return True
+            is_told = fqn in (*undoing.trained, *undoing.replaced)
+            parameter = record.live()
+            if is_told or parameter is None:
+                return False
+            return is_changed(self.before.samples, record, parameter)
+
         def restore() -> RestoreReport:
             with plain_mode():
                 # What cannot be undone stays in the journal, for another restore.
                 self.journal.save(*[c for c in copies if c not in self.journal.slots])
                 self._undo(tree, undoing)
+                changes.trained = [*filter(is_untold, changes.trained)]
+                changes.drifted = [*filter(is_untold, changes.drifted)]
                 report = self._report(tree, undoing, changes, copies, ours)
                 self.release()
                 if self.plan.config.empty_cache:
