@@ -60,6 +60,12 @@ def copies_of(
             # A copy beside the original: who cast the one cast the other.
             is_cast_alike = there[named].dtype == parameter.dtype
             original = named if is_cast_alike else None
+        elif original is None and named not in there and not is_adapters:
+            # In the place of the original, which is gone: what others cast after it was
+            # trained, and a copy, have a mark on their module; a user's module has none.
+            is_marked = before.records.mark_of(tensor.module) is not None
+            is_shard = named in tree.sharded.values()
+            original = named if is_marked and not is_shard else None
         if original is None:
             dtype = before.records.dtype_before(tensor.module, tensor.name)
         else:

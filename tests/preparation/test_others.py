@@ -212,3 +212,17 @@ def test_a_save_of_float32_copies_warns_and_names_export(tmp_path: Path) -> None
     written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("suspended", "restored", "norms")]
     assert len(set(written)) == 1
     assert (tmp_path / "float32/model.safetensors").stat().st_size > len(written[0])
+
+
+def test_a_part_that_others_cast_after_it_was_trained_is_suspended_in_its_dtype() -> None:
+    model = zoo.load("llama")
+    prepared = KbitPreparedModel(model, precision="norms").prepare()
+    norm = model.model.norm
+    with torch.no_grad():
+        norm.weight.mul_(1.5)
+    norm.float()
+    with prepared.suspended():
+        assert norm.weight.dtype == torch.bfloat16
+    assert norm.weight.dtype == torch.float32
+    prepared.restore()
+    assert norm.weight.dtype == torch.bfloat16
