@@ -10,6 +10,7 @@ import contextlib
 import copy
 import operator
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,13 +141,13 @@ def load_base(
     is_pending = may_be_pending and torch.device(device).type == "cpu"
     if settings is None or is_of_another_library(settings):
         is_pending = False
-    if (
-        is_pending
-    ):  # weights of another dtype would be converted before, and all be in memory
-        tensors = original_tensors(source).values()
-        largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
+    if is_pending:
+        # Weights of another dtype would be converted before, and all be in memory.
+        num_bytes: Counter[torch.dtype] = Counter()
+        for tensor in original_tensors(source).values():
+            num_bytes[tensor.dtype] += tensor.nbytes
         wanted = find_dtype(dtype) or dtype or config.dtype
-        is_pending = largest is not None and largest.dtype == wanted
+        is_pending = max(num_bytes, key=num_bytes.__getitem__, default=None) == wanted
 
     options = class_name, trust_remote_code, num_labels
     model, missing = load_pretrained(

@@ -24,6 +24,7 @@ GIVEN = "the caller said, and no record confirms"
 OF_MERGE = "the merged checkpoint's config.json says"
 FITTED = "the checkpoint fits"
 UNKNOWN = "nothing says"
+_COMPUTE_DTYPE = "bnb_4bit_compute_dtype"
 
 
 class BaseQuantization(NamedTuple):
@@ -96,18 +97,10 @@ def find_quantization(
         return BaseQuantization(own, OF_BASE)
 
     if manifest is not None and QUANTIZATION not in manifest.unknown:
-        recorded = manifest.model.quantization.config
-        kinds = kind_of(recorded), kind_of(given or {})
-        if given is not None and None not in kinds and kinds[0] is not kinds[1]:
-            raise ManifestMismatchError(
-                f"the manifest records {kinds[0]} as the quantization of the base in training, "
-                f"and {kinds[1]} was given",
-                different={"": {"quantization": kinds}},
-            )
-        if given:
-            holder = "the base in the manifest"
-            _refuse_other(holder, recorded, given, ManifestMismatchError)
-        return BaseQuantization(recorded_quantization(manifest) or {}, OF_MANIFEST)
+        config = recorded_quantization(manifest) or {}
+        if given is not None:
+            config = _in_recorded_dtype(manifest, given or {})
+        return BaseQuantization(config, OF_MANIFEST)
 
     if saved is not None and saved.config_of_model:
         beside = saved.config_of_model["quantization_config"]
@@ -133,12 +126,28 @@ def own_quantization(
     return None
 
 
-def _refuse_other(
-    holder: str,
-    recorded: Mapping[str, Any],
-    given: Any,
-    error: type[ConfigError | ManifestMismatchError] = ConfigError,
-) -> None:
+def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config that was given, with the run's dtype to compute in, which changes no weight.
+
+    Raise where the manifest records another kind; other settings are compared after loading.
+    """
+    recorded = manifest.model.quantization.config
+    kinds = kind_of(recorded), kind_of(given)
+    if None not in kinds and kinds[0] is not kinds[1]:
+        raise ManifestMismatchError(
+            f"the manifest records {kinds[0]} as the quantization of the base in training, and {kinds[1]} was given",
+            different={"": {"quantization": kinds}},
+        )
+
+    settings = {**given}
+    settings.pop(_COMPUTE_DTYPE, None)
+    if given and recorded.get(_COMPUTE_DTYPE) is not None:
+        settings[_COMPUTE_DTYPE] = recorded[_COMPUTE_DTYPE]
+
+    return settings
+
+
+def _refuse_other(holder: str, recorded: Mapping[str, Any], given: Any) -> None:
     """Raise where a config records another quantization than was given; dtypes change no weight."""
     differing = []
     for name, value in (given or {}).items():
@@ -146,8 +155,8 @@ def _refuse_other(
         if value not in (None, recorded.get(name, value)) and not is_dtype:
             differing.append(f"{name}: {recorded[name]!r}, given: {value!r}")
 
-    if given is False or differing or (given and not recorded):
-        raise error(
+    if given is False or differing:
+        raise ConfigError(
             f"{holder} has a quantization of its own, and it is not the one given "
             f"({'; '.join(differing) or 'none'}): leave that out (quantization_config), or give the base "
             "that was trained on"

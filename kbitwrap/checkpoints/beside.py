@@ -33,11 +33,20 @@ _OF_OTHERS = (
 # Other checkpoints that a run keeps in the folder of its last one, and hidden folders
 # of tools.
 _NOT_COPIED = re.compile(r"checkpoint-\d+|\..*")
-_TEMPLATES = "additional_chat_templates/"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SETTINGS = "tokenizer_config.json"
 _VOCABULARY = "tokenizer.json"
-# A vocabulary as other programs read it, which transformers does not write again.
-_OF_OTHER_PROGRAMS = ("tokenizer.model", "tekken.json")
+_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/",
+)
+# The files that are read together: where an adapter has one of them, a base's are of
+# another tokenizer.
+_TOGETHER = (
+    (_SETTINGS, "special_tokens_map.json", "added_tokens.json"),
+    _TEMPLATES,
+    PROCESSOR_FILES,
+)
 # The files of sentence-transformers beside a model, and the folders of the modules that
 # it puts after a model, which have weights of their own.
 _OF_SENTENCES = (
@@ -78,10 +87,9 @@ def why_not_followed(path: Path, home: Path) -> str:
 def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]:
     """Find the files to copy beside a merge's weights, and name those of the base that are left behind.
 
-    All of the base's are copied that are no weights. A tokenizer, or a processor, that
-    lies beside the adapter takes the place of the base's, but for the files that only
-    other programs read, as long as the vocabulary is the same. Any other file beside the
-    adapter that has the name of one of the base's takes its place too.
+    All of the base's are copied that are no weights. A file beside the adapter takes the
+    place of the base's file of its name, and of those that are read together with it;
+    where its vocabulary is another one, it takes the place of the base's whole tokenizer.
     """
     home = _with_small_files(base)
     of_base, left = _files_in(home) if home is not None else ({}, [])
@@ -89,21 +97,25 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
     if adapter is not None:
         found, _ = _files_in(adapter)
         for name, path in found.items():
-            is_read = _is_of_a_tokenizer(name) or bool(_MODULE.match(name))
+            is_read = is_of_a_tokenizer(name) or name.startswith(_TEMPLATES)
+            is_read = is_read or bool(_MODULE.match(name))
             if is_read or name in of_base or name in _OF_SENTENCES:
                 files[name] = path
 
-    has_tokenizer = _TOKENIZER_CONFIG in files
+    # the beginnings of the names that files of the base must not have beside those
+    replaced: list[str] = []
+    for kind in _TOGETHER:
+        if any(name.startswith(kind) for name in files):
+            replaced += kind
+    settings = files.get(_SETTINGS)
+    if settings is not None and read_json(settings).get("chat_template"):
+        replaced += _TEMPLATES
     has_both = _VOCABULARY in of_base and _VOCABULARY in files
-    has_other_vocabulary = has_both and _vocabulary_in(of_base) != _vocabulary_in(files)
-    has_processor = any(name in files for name in PROCESSOR_FILES)
+    if has_both and _vocabulary_in(of_base) != _vocabulary_in(files):
+        names = {name for name in of_base if is_of_a_tokenizer(name)}
+        replaced += names.difference(_TEMPLATES, PROCESSOR_FILES)
     for name in of_base.keys() - files.keys():
-        is_replaced = has_tokenizer and _is_of_a_tokenizer(name)
-        if name in _OF_OTHER_PROGRAMS:
-            is_replaced = has_other_vocabulary
-        if name in PROCESSOR_FILES:
-            is_replaced = has_processor
-        if is_replaced:
+        if name.startswith(tuple(replaced)):
             left.append(name)
         else:
             files[name] = of_base[name]
@@ -115,10 +127,6 @@ def _vocabulary_in(files: Files) -> Any:
     """Read the vocabulary of a ``tokenizer.json``, without the tokens that were added to it."""
     model = read_json(files[_VOCABULARY]).get("model")
     return model.get("vocab") if isinstance(model, dict) else None
-
-
-def _is_of_a_tokenizer(name: str) -> bool:
-    return is_of_a_tokenizer(name) or name.startswith(_TEMPLATES)
 
 
 def _files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
