@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -72,8 +73,8 @@ def table(models: dict[str, Any]) -> str:
     rows = [["CPU seconds", *PARTS.values(), "all but one more"]]
     for name, by_precision in models.items():
         short = name.rpartition("/")[2]
-        sums = {part: sum(parts[part] for parts in by_precision.values()) for part in PARTS}
-        counted = sum(number for part, number in sums.items() if part != "more")
+        sums = {part: math.fsum(parts[part] for parts in by_precision.values()) for part in PARTS}
+        counted = math.fsum(number for part, number in sums.items() if part != "more")
         rows.append([f"{short}, all six ways", *(f"{sums[part]:.1f}" for part in PARTS), f"{counted:.1f}"])
     return markdown_table(rows)
 
