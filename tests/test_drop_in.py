@@ -411,3 +411,13 @@ def test_a_value_that_changed_before_the_second_call_is_named_by_the_restore(pre
     report = prepared.restore()
     assert [*report.trained, *report.replaced] == ["1.weight"]
     assert model[1].weight.tolist() == [1.5] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*neither a quantization attribute:UserWarning")
+def test_a_value_that_changed_before_the_second_call_is_named_where_its_memory_is_viewed_too() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4)).bfloat16()
+    model[1].view = model[1].weight.data  # which has the memory kept
+    prepared = kbitwrap.KbitPreparedModel(model, precision="none", gradient_checkpointing=False).prepare()
+    model[1].weight.data.mul_(1.5)
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert prepared.restore().replaced == ("1.weight",)

@@ -135,18 +135,24 @@ def _is_changed(
 ) -> bool:
     """Whether a restore would give a parameter another value than recorded.
 
-    An original that is kept is compared element by element. All others are compared by
-    samples, and by digests too, where these were asked for.
+    An original that is kept is compared element by element. All values are compared by
+    samples, and by digests too, where these were asked for: what is kept may have
+    changed before it was.
     """
     storage = holder if isinstance(holder, ParameterStorage) else None
+    value: torch.Tensor = parameter
+    is_trained = torch.tensor(False)
     if storage and storage.kept is not None and storage.converts(parameter):
-        return bool(storage.compare(parameter.data)[0])
+        value = storage.kept
+        is_trained = storage.compare(parameter.data)[0]
     # Samples are rounded to the recorded dtype, as a restore rounds what was cast.
-    if is_changed(before.samples, record, parameter):
+    is_other = is_changed(before.samples, record, value)
+    if is_trained | is_other.to(is_trained.device):  # the device is waited for once
         return True
     if record not in before.digests:
         return False
-    value: torch.Tensor = parameter if holder is None else holder.original(parameter)
+    if holder is not None and value is parameter:
+        value = holder.original(parameter)
     return content_digest(values_of(value)) != before.digests[record]()
 
 

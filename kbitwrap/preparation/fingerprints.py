@@ -68,11 +68,17 @@ def take_samples(parameters: Recorded) -> Samples:
     return samples
 
 
-def is_changed(samples: Samples, record: ParameterRecord, value: torch.Tensor) -> bool:
-    """Whether a parameter's sample is not the recorded one; one that has none is not compared."""
+def is_changed(
+    samples: Samples, record: ParameterRecord, value: torch.Tensor
+) -> torch.Tensor:
+    """Compare a parameter's sample with the recorded one; does not wait for the device.
+
+    Returns:
+        A boolean: whether they differ. A parameter that has no sample is not compared.
+    """
     old, new = samples.get(record), _sample(record, value)
     if old is None or new is None:
-        return False
+        return torch.tensor(False)
     if old.shape != new.shape or old.dtype != new.dtype:
-        return True
-    return bool(differ(old.to(new.device), new))
+        return torch.tensor(True)
+    return differ(old.to(new.device), new)

@@ -326,7 +326,7 @@ class Preparation:
             parameter = record.live()
             if is_told or parameter is None:
                 return False
-            return is_changed(self.before.samples, record, parameter)
+            return bool(is_changed(self.before.samples, record, parameter))
 
         def restore() -> RestoreReport:
             with plain_mode():
