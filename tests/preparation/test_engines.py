@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -126,6 +127,13 @@ def lives_on(
         assert engine != "fsdp2" or not isinstance(model.model.embed_tokens.weight, DTensor)
         manifest.check(model)
         assert without_time(prepared.manifest()) == without_time(manifest)
+        if engine == "fsdp2":  # a shard is the recorded weight's while its layer has the recorded statistics
+            layer = model.model.layers[0].mlp.up_proj
+            statistics = layer.quant_state
+            layer.quant_state = copy.copy(statistics)
+            assert "model.layers.0.mlp.up_proj.weight" in str(prepared.verify())
+            layer.quant_state = statistics
+            assert not prepared.verify()
         if rank == 0:
             assert prepared.restore() is prepared.restore()
         agree(rank)
