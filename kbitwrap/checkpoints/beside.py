@@ -74,7 +74,7 @@ def why_not_followed(path: Path, home: Path) -> str:
     folder = home.resolve()
     is_snapshot = folder.parent.name == "snapshots"
     cache = folder.parent.parent / "blobs" if is_snapshot else folder
-    real = path.resolve()
+    real = Path(os.path.realpath(path))  # `resolve` raises for a loop of links
     if not (real.is_relative_to(folder) or real.is_relative_to(cache)):
         return "is a link that leads out of the checkpoint"
 

@@ -253,6 +253,7 @@ def test_links_of_a_snapshot_are_followed_and_no_others(tmp_path: Path, monkeypa
     put(cache, "refs/main", content="0123")
     put(tmp_path, "secret/key")
     (snapshot / "tokenizer.model").symlink_to("../../blobs/abc")
+    (snapshot / "loop").symlink_to(snapshot / "loop")
     (snapshot / "key").symlink_to(tmp_path / "secret" / "key")
     (snapshot / "secret").symlink_to(tmp_path / "secret")
     (snapshot / "pytorch_model.bin").symlink_to(tmp_path / "secret" / "key")
