@@ -771,8 +771,15 @@ def _can_be_cast(world: World, module: nn.Module) -> bool:
     return is_plain and not is_seen and not any(b.is_floating_point() for b in module.buffers())
 
 
-def _note_cast(world: World, module: nn.Module) -> None:
-    """Note what was cast, and do to adapters of the twin what was done to the model's, which nobody takes back."""
+def _adapter_dtypes(world: World) -> dict[int, torch.dtype]:
+    return {id(p): p.dtype for name, p in world.tops[0].named_parameters() if is_adapter(name)}
+
+
+def _note_cast(world: World, module: nn.Module, before: dict[int, torch.dtype]) -> None:
+    """Note what was cast, and do to adapters of the twin what was done to the model's, which nobody takes back.
+
+    `before` has the dtypes that adapters had in the model before.
+    """
     world.cast.update({id(p): p for p in module.parameters()})
     world.suspended, world.is_used, world.moves = None, True, True
     twins = dict(world.tops[1].named_parameters())
@@ -780,13 +787,13 @@ def _note_cast(world: World, module: nn.Module) -> None:
         if not is_adapter(name) or name not in twins:
             continue
         twin = twins[name]
-        is_ours = id(p) in world.flags  # the drop-in prepares adapters too, and takes it back: flags, and half dtypes
-        if not is_ours:
+        if id(p) not in world.flags:  # the drop-in freezes adapters too, and takes it back
             twin.requires_grad_(p.requires_grad)
         if id(p) in world.held:  # goes back, or is named
             continue
-        is_lora = "lora_" in name and not (is_ours and twin.dtype in (torch.float16, torch.bfloat16))
-        # A copy of a base module that was made meanwhile gets the base's dtype again.
+        # What the drop-in cast goes back. A copy of a base module that was made meanwhile gets the base's dtype again.
+        is_ours = id(p) in world.flags and before.get(id(p)) != twin.dtype
+        is_lora = "lora_" in name and not is_ours
         is_old_copy = not is_ours and id(p) in world.before.parameters
         if is_lora or is_old_copy:
             twin.data = twin.data.to(p.dtype)
@@ -799,8 +806,9 @@ def float_part(world: World, rng: random.Random) -> None:
     if world.state != "prepared" or not parts:
         return
     _, module = rng.choice(parts)
+    before = _adapter_dtypes(world)
     getattr(module, rng.choice(("float", "double")))()
-    _note_cast(world, module)
+    _note_cast(world, module, before)
 
 
 @operation(3)
@@ -809,8 +817,9 @@ def pefts_function(world: World, rng: random.Random) -> None:
     if world.state != "prepared" or (world.kind == "tree" and not _can_be_cast(world, world.model)):
         return
     kwargs = rng.choice((None, {"use_reentrant": False}))
+    before = _adapter_dtypes(world)
     peft.prepare_model_for_kbit_training(world.model, gradient_checkpointing_kwargs=kwargs)
-    _note_cast(world, world.model)
+    _note_cast(world, world.model, before)
 
 
 @operation(1)
