@@ -234,7 +234,7 @@ class PrepareConfig:
                 f"torch.utils.checkpoint.checkpoint, found {kwargs!r}"
             )
 
-        norms: Any = self.norm_modules
+        norms = self.norm_modules
         if isinstance(norms, (type, str)):
             norms = (norms,)
         if not isinstance(norms, (tuple, list)) or not all(

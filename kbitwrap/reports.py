@@ -211,7 +211,7 @@ class StateDiff(Differences):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the differences as strings, ready for JSON: ``{fqn: {what: [expected, found]}}``."""
-        found: dict[str, Any] = {}
+        found = {}
         for fqn, rows in self.different.items():
             found[fqn] = {what: [*map(str, pair)] for what, pair in rows.items()}
         return found

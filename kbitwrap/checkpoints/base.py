@@ -107,12 +107,12 @@ def load_base(
             "give the manifest of the run, or the quantization (quantization_config; False for none)"
         )
 
-    settings: dict[str, Any] | None = None  # loading reads the base's own
+    settings = None  # loading reads the base's own
     if quantization.config and quantization.source != OF_BASE:
         settings = {**quantization.config}
 
     # of the base's tensors that the adapter holds whole, and of the adapter's own
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     if saved is not None:
         for name, stored in saved.tensors.items():
             shapes[canonical_fqn(name)] = stored.shape
@@ -214,7 +214,7 @@ def other_named_base(saved: SavedAdapter, source: StrPath) -> str | None:
 
     A copy in a folder of the same name is taken for the same.
     """
-    named: str | None = saved.config.get("base_model_name_or_path")
+    named = saved.config.get("base_model_name_or_path")
     if not named or os.path.realpath(named) == os.path.realpath(source):
         return None
 

@@ -93,7 +93,7 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
     """
     home = _with_small_files(base)
     of_base, left = _files_in(home) if home is not None else ({}, [])
-    files: dict[str, Path] = {}
+    files = {}
     if adapter is not None:
         found, _ = _files_in(adapter)
         for name, path in found.items():
@@ -131,8 +131,8 @@ def _vocabulary_in(files: Files) -> Any:
 
 def _files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """Find the files of a folder that may lie beside other weights, and name those that may not."""
-    files: dict[str, Path] = {}
-    left: list[str] = []
+    files = {}
+    left = []
     for path in walk_files(folder):
         name = path.relative_to(folder).as_posix()
         is_weights = any(fnmatch(path.name, pattern) for pattern in _WEIGHTS)

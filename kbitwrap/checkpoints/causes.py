@@ -129,7 +129,7 @@ def find_causes(
         copies: The names of tensors that the adapter holds trained copies of.
         tied: The tensors that loading takes another for, which is named.
     """
-    alike: defaultdict[tuple[int, ...], list[Figures]] = defaultdict(list)
+    alike = defaultdict(list)
     for one in figures:
         for leaf in one.leaves:
             alike[leaf.shape].append(leaf)

@@ -248,7 +248,7 @@ def _casts_by_reference(
 
     stored = reference.tensors
     references = {canonical_fqn(name): one for name, one in stored.items()}
-    different: dict[str, Any] = {}
+    different = {}
     for name, found in checkpoint.tensors.items():
         original = _original(name, references)
         if original is None or found.dtype != torch.float32:

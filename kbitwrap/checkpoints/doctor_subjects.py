@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..manifest.manifest import Manifest
@@ -44,7 +44,7 @@ from .reader import (
 )
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -139,9 +139,9 @@ class Subject:
     adapters: Sequence[Adapter]
     base: Base | None
 
-    def tensors_of_adapters(self) -> list[tuple[str, torch.Tensor]]:
+    def tensors_of_adapters(self) -> list[tuple[str, Tensor]]:
         """Return the tensors of all adapters, with their names."""
-        found: list[tuple[str, torch.Tensor]] = []
+        found: list[tuple[str, Tensor]] = []
         for adapter in self.adapters:
             found += adapter.tensors.items()
 
@@ -254,8 +254,8 @@ def _saved_base(path: Path) -> Base:
     """Read the headers of a saved base, and the statistics of its 4-bit weights."""
     checkpoint = open_checkpoint(path)
     report = inspect_opened(checkpoint)
-    plain: dict[str, torch.Tensor] = {}
-    sources: dict[str, torch.dtype | None] = {}
+    plain = {}
+    sources = {}
     transposed = []
     for name, stored in checkpoint.tensors.items():
         fqn = canonical_fqn(name)
@@ -310,26 +310,24 @@ def walk_live(model: nn.Module, options: DoctorOptions) -> LiveModel:
     refuse_unreadable(tree, allow_sharded=False)
     base = _live_base(tree, is_prepared=preparation is not None)
     where = type(model).__name__
-    own: dict[str, torch.Tensor] = {}
+    own = {}
     for tensor in tree.tensors:
         if id(tensor.parameter) in tree.adapter_ids:
             own[tensor.path] = tensor.parameter
 
-    adapter = Adapter(where, own)
-    adapters = [adapter] if own else []
+    adapters = [Adapter(where, own)] if own else []
     return LiveModel(where, options, adapters, base, tree, preparation)
 
 
 def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
     """Read what the checks of a base need of a live one."""
-    bare: Any = unwrap(tree.model)[0]
-    config = getattr(bare, "config", None)
+    config = getattr(unwrap(tree.model)[0], "config", None)
     meta = None
     with contextlib.suppress(ConfigError):  # the model is none of transformers
         meta = meta_model(config)
 
-    plain: dict[str, torch.Tensor] = {}
-    sources: dict[str, torch.dtype | None] = {}
+    plain = {}
+    sources = {}
     transposed = []
     are_scales_hidden = False
     for tensor in tree.base_tensors:
@@ -346,7 +344,7 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
             transposed.append(tensor.fqn)
 
     # float32 parameters that the architecture loads in half
-    left: list[str] | None = None
+    left = None
     if meta is not None and not is_prepared:
         left = []
         for fqn, loaded in meta.named_parameters(remove_duplicate=False):

@@ -198,13 +198,11 @@ def grid_of(shape: tuple[int, ...]) -> Tensor:
     height, width = (1, 1, *shape)[-2:]
     matrices = torch.arange(math.prod(shape[:-2])).view(-1, 1, 1)
     rows = _evenly(height).view(-1, 1)
-    columns = _evenly(width)
-    return (matrices * height + rows) * width + columns
+    return (matrices * height + rows) * width + _evenly(width)
 
 
 def _evenly(length: int) -> Tensor:
-    number = min(length, _GRID)
-    return torch.linspace(0, length - 1, number, dtype=torch.float64).long()
+    return torch.linspace(0, length - 1, min(length, _GRID), dtype=torch.float64).long()
 
 
 def _in_step(

@@ -265,7 +265,7 @@ def tied_names(model: Any) -> list[list[str]]:
     if model is None:
         return []
 
-    names: defaultdict[Any, list[str]] = defaultdict(list)
+    names = defaultdict(list)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(fqn)
 

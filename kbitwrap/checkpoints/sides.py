@@ -79,8 +79,7 @@ def plain_side(model: nn.Module, *, is_merged: bool) -> Side:
                     path, _, name = fqn.rpartition(".")
                     untie(twin.model.get_submodule(path), name)
 
-    saved = saved_tensors(twin.model)
-    return Side(saved, ties, twin.model.state_dict())
+    return Side(saved_tensors(twin.model), ties, twin.model.state_dict())
 
 
 def merged_onto(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

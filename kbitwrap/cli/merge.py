@@ -138,8 +138,7 @@ def command(
         notes = dict.fromkeys([*said, *report.notes])
         return replace(report, notes=tuple(map(with_options, notes)))
 
-    what = f"merging {' and '.join(paths)}"
-    status = write(merge, what, json_, trust_remote_code)
+    status = write(merge, f"merging {' and '.join(paths)}", json_, trust_remote_code)
     if status == EXIT_DONE and adapter is not None and quant is not None:
         _tell_unrecorded(base, adapter, manifest, quant, trust_remote_code)
     return status

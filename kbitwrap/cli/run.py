@@ -106,7 +106,7 @@ def command(
 
     from .. import instead_of_training
 
-    trainers: list[tuple[Any, dict[str, Any]]] = []
+    trainers = []
 
     def stop(trainer: Any, settings: dict[str, Any]) -> NoReturn:
         trainers.append((trainer, settings))

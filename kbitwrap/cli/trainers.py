@@ -39,7 +39,7 @@ def arguments(
     Raises:
         InputError: The library is not installed, or refuses a setting.
     """
-    settings: dict[str, Any] = {
+    settings = {
         "output_dir": "unused",
         "use_cpu": True,  # no device is asked for; its kernels are followed all the same
         "report_to": "none",

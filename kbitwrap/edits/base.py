@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..model.records import ParameterRecord, TensorRef
 from ..model.roles import Role
@@ -81,7 +82,7 @@ class OriginalSlot(Slot):
     record: ParameterRecord
     dtype: torch.dtype  # of the original
 
-    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+    def original(self, parameter: Tensor) -> Tensor:
         """Return the value that ``restore(trained="keep")`` would put back.
 
         It is to be read only: it may be the parameter itself.
@@ -93,7 +94,7 @@ class OriginalSlot(Slot):
         fqn = self.record.fqn
         return RuntimeError(f"{fqn} was trained while it was stored in {torch.float32}")
 
-    def give(self, parameter: torch.Tensor, data: torch.Tensor) -> None:
+    def give(self, parameter: Tensor, data: Tensor) -> None:
         """Give the parameter other memory.
 
         It stays the same object, so that ties and optimizers hold.
@@ -102,9 +103,7 @@ class OriginalSlot(Slot):
         parameter.data = data
         self.record.saw(parameter)
 
-    def give_again(
-        self, parameter: torch.Tensor, saved: torch.Tensor, left: torch.Tensor
-    ) -> None:
+    def give_again(self, parameter: Tensor, saved: Tensor, left: Tensor) -> None:
         """Give the parameter the value from before a suspension, which ``left`` another.
 
         Where others wrote to any element meanwhile, the whole value is theirs, and is
@@ -118,8 +117,7 @@ class OriginalSlot(Slot):
             return
 
         saved = saved.to(theirs.device)
-        is_theirs = differ(parameter.data, left)
-        saved.copy_(torch.where(is_theirs, theirs, saved))
+        saved.copy_(torch.where(differ(parameter.data, left), theirs, saved))
         self.give(parameter, saved)
 
 

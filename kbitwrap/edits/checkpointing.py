@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import PrepareConfig
 from ..errors import UnsupportedModelError
@@ -19,9 +19,7 @@ from .base import Edit, ModuleAttributes
 from .journal import Journal, Slot, Undoing
 
 
-def make_inputs_require_grad(
-    module: nn.Module, args: Any, output: torch.Tensor
-) -> None:
+def make_inputs_require_grad(module: nn.Module, args: Any, output: Tensor) -> None:
     """Forward hook: let gradients flow back to a frozen embedding's output.
 
     Reentrant checkpointing computes no gradient of a block whose input needs none.
@@ -38,7 +36,7 @@ def make_block_input_require_grad(module: nn.Module, args: Any) -> Any:
     if not module._backward_hooks or not torch.is_grad_enabled():
         return None
 
-    inputs = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
     if not inputs or any(x.requires_grad for x in inputs):
         return None
 
@@ -267,8 +265,7 @@ def checkpoint(
         if hook_inputs and hasattr(model, "enable_input_require_grads"):
             model.enable_input_require_grads()
         elif hook_inputs:
-            embeddings = model.get_input_embeddings()
-            embeddings.register_forward_hook(make_inputs_require_grad)
+            model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
 
         if enable:
             _enable_checkpointing(model, kwargs)

@@ -158,7 +158,7 @@ class Journal:
         Where one fails, all are undone, and ``EditError`` or the interrupt is raised.
         """
         start = len(self.slots)
-        edit: Any = None
+        edit = None
         try:
             for edit in edits:
                 edit.apply(self, tree)
@@ -198,8 +198,8 @@ class Journal:
         them after it, and one of them may write what it writes. The first interrupt is
         raised in place of the failures.
         """
-        failures: list[tuple[Slot, Exception]] = []
-        interrupt: BaseException | None = None
+        failures = []
+        interrupt = None
         for slot in show(self.slots[since:][::-1]):
             try:
                 slot.undo(tree, undoing or Undoing())

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..model.bitsandbytes_layers import REPACKS
@@ -21,7 +21,7 @@ from .journal import MISSING, Slot, Undoing
 # The types of the plain attributes that a module computes with, and may replace when it
 # runs; and those told by value.
 _COMPARED = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size}
-_PLAIN = _COMPARED | {torch.Tensor, tuple}
+_PLAIN = _COMPARED | {Tensor, tuple}
 _CACHES = (list, dict)
 # What every module has, its train mode among them, and what says whether a layer
 # repacks its weight, which depends on whether that is sharded.
@@ -166,13 +166,13 @@ def _to_keep(value: Any) -> Any:
     return _OTHER
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value, a list, a dict, or a module without parameters."""
     if isinstance(value, _Cache):
         value = value.contents
     if isinstance(value, nn.Module):
         value = [dict(vars(module)) for module in value.modules()]
-    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
 
 
 def _put_back(
@@ -218,7 +218,7 @@ def _put_back(
         is_buffer = place is module._buffers
         if is_buffer and _are_alike(found, was):
             is_moved = found.device != was.device
-        if is_buffer and isinstance(was, torch.Tensor) and torch.is_tensor(found):
+        if is_buffer and isinstance(was, Tensor) and torch.is_tensor(found):
             # Buffers stay on the device that the model was moved to.
             value = was.to(found.device)
         write_attribute(place, name, value)
@@ -272,5 +272,5 @@ def _is_to_stay(found: Any, was: Any) -> bool:
 
 def _are_alike(value: Any, other: Any) -> bool:
     """Whether two buffers are tensors of one dtype and shape."""
-    are_tensors = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
     return are_tensors and (value.dtype, value.shape) == (other.dtype, other.shape)

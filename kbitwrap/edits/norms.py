@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..model.quantization import is_quantized_parameter
@@ -109,10 +109,8 @@ class Float32Forward:
         """
         shell = float32_shell(self.module, to_float32)
         upcast_args, upcast_kwargs = tree_map(to_float32, (args, kwargs))
-        output = forward(shell, *upcast_args, **upcast_kwargs)
-        leaves, spec = tree_flatten(output)
-        dtypes = self._unprepared_dtypes(forward, args, kwargs)
-        for index, dtype in enumerate(dtypes):
+        leaves, spec = tree_flatten(forward(shell, *upcast_args, **upcast_kwargs))
+        for index, dtype in enumerate(self._unprepared_dtypes(forward, args, kwargs)):
             if dtype is not None:
                 leaves[index] = leaves[index].to(dtype)
 
@@ -136,7 +134,7 @@ class Float32Forward:
         values = [*inputs, *self.module._parameters.values()]
         key = (*kwargs, *map(_kind, values))
         if key not in self._output_dtypes:
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            tensors = [value for value in values if isinstance(value, Tensor)]
             put_back = random_state(accelerators(tensors))
             try:
                 with warnings.catch_warnings():
@@ -164,7 +162,7 @@ class Float32Forward:
 
 def to_float32(value: Any) -> Any:
     """Cast a half tensor; anything else is returned as it is."""
-    if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
+    if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
         return value.float()
     return value
 
@@ -212,7 +210,7 @@ def _shell_class(cls: Any) -> type:
                 return held[name]
         value = getattr(shell._kbitwrap_module, name)
         # FSDP1 has views of a weight in place of the parameter.
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return shell._kbitwrap_upcast(value)
         return value
 
@@ -223,7 +221,7 @@ def _shell_class(cls: Any) -> type:
 
 def _kind(value: Any) -> Any:
     """Return the part of an argument that decides the dtype of the output."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         device = value.device.type
         is_autocast = torch.is_autocast_enabled(device)
         return value.dtype, device, is_autocast and torch.get_autocast_dtype(device)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, NamedTensor
@@ -35,14 +35,18 @@ _PIECE = 4 << 20
 
 
 class Found(NamedTuple):
-    """The value to put back of a parameter, and how it was told."""
+    """The value to put back of a parameter, and what is known of it.
 
-    value: torch.Tensor
-    # whether what the parameter has differs from the original's cast
+    Attributes:
+        value: The original, or what training made of it, rounded.
+        is_trained: Whether what the parameter has differs from the original's cast.
+        is_altered: Whether the value differs from the original.
+        is_exact: Whether upcasting the value gives what the parameter has.
+    """
+
+    value: Tensor
     is_trained: bool
-    # whether the value to put back differs from the original
     is_altered: bool
-    # whether upcasting the value to put back is known to give what the parameter has
     is_exact: bool
 
 
@@ -54,8 +58,7 @@ def recorded(
         module, parameter = ref.owner(), ref()
         assert module is not None
         assert parameter is not None
-        record = tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn))
-        yield record, parameter
+        yield tree.record(NamedTensor(fqn, module, ref.name, parameter, fqn)), parameter
 
 
 class ParameterStorage(OriginalSlot):
@@ -96,7 +99,7 @@ class ParameterStorage(OriginalSlot):
         self._is_rewritten = is_rewritten
         self._is_viewed = is_viewed
         self._is_shared = is_shared
-        self.kept: torch.Tensor | None = None
+        self.kept: Tensor | None = None
         self._payloads: NanPayloads | None = None
         self._digest: int | None = None
         if is_rewritten or is_viewed:
@@ -113,11 +116,11 @@ class ParameterStorage(OriginalSlot):
         assert parameter is not None
         self.give(parameter, parameter.data.to(dtype))
 
-    def is_resized(self, current: torch.Tensor) -> bool:
+    def is_resized(self, current: Tensor) -> bool:
         """Whether others gave a value another shape; it is not counted as trained."""
         return tuple(current.shape) != self.layout.shape
 
-    def _round(self, current: torch.Tensor) -> torch.Tensor:
+    def _round(self, current: Tensor) -> Tensor:
         """Round a value to the original dtype, NaN payloads included, in new memory."""
         rounded = current.detach().to(self.dtype, copy=True)
         if self._payloads is not None and not self.is_resized(rounded):
@@ -125,79 +128,84 @@ class ParameterStorage(OriginalSlot):
 
         return rounded
 
-    def compare(self, current: torch.Tensor) -> torch.Tensor:
+    def compare(self, current: Tensor) -> Tensor:
         """Compare a value with the original that is held; does not wait for the device.
 
         Returns:
-            Three booleans: whether the value was trained, that is, differs from the
-                original and from whatever its layer may have rounded that to; whether
-                it differs from the original's cast; and whether it differs from the
-                original when it is rounded.
+            Two booleans: whether the value was trained, that is, differs from the
+                original and from whatever its layer may have rounded that to; and
+                whether it is the original's cast.
         """
         assert self.kept is not None
         if self.is_resized(current):
-            return torch.ones(3, dtype=torch.bool, device=current.device)
+            return torch.tensor([True, False], device=current.device)
 
         kept = self.kept.to(current.device)
-        # compared in float32: is it the cast of the original?
-        is_inexact = is_trained = differ(current, kept)
+        is_other = is_trained = differ(current, kept)  # compared in float32
         # bitsandbytes casts a bias to the dtype of its input, which may have rounded it
         # on the way.
         for step in HALF_DTYPES if self._is_rewritten else ():
             is_trained = is_trained & differ(current, kept.to(step))
 
-        is_altered = differ(kept, current)  # compared in the original dtype: rounded
-        return torch.stack([is_trained, is_inexact, is_altered])
+        return torch.stack([is_trained, ~is_other])
 
-    def find(self, current: torch.Tensor, *, discards: bool = False) -> Found:
-        """Find the value to put back. An untrained value is in the original layout.
+    def find(self, current: Tensor, *, discards: bool = False) -> Found:
+        """Find the value to put back: the original, or else what training made of it.
 
-        With ``discards`` a trained one is the original, unless others resized it.
+        The original tells the two apart where it is held, elsewhere the digest of the
+        rounded value. With ``discards`` the original is put back whatever was trained,
+        unless others resized it. An untrained value is in the original layout.
         """
         is_resized = self.is_resized(current)
-        if self.kept is not None:
-            is_trained, is_inexact, is_altered = self.compare(current).tolist()
-            if is_trained and (is_resized or not discards):
-                value = self._round(current)
-            else:
-                value = self.kept.to(current.device)
-                is_altered = False
-        else:
+        if self.kept is None:
             value = self._round(current)
             is_altered = is_resized
             if self._digest is not None and not is_resized:
                 is_altered = content_digest(value) != self._digest
             # Training may leave a value that rounds to the original.
-            is_inexact = is_trained = is_altered or bool(differ(current, value))
+            is_trained = is_altered or bool(differ(current, value))
+            is_exact = not is_trained
+        else:
+            is_trained, is_exact = self.compare(current).tolist()
+            value = self.kept.to(current.device)
+            is_altered = False
+            if is_trained and (is_resized or not discards):
+                original, value = value, self._round(current)
+                is_altered = is_resized or bool(differ(value, original))
 
         if not is_trained and value.stride() != self.layout.stride:
             value = self._lay_out(value)
-        return Found(value, is_trained, is_altered, is_exact=not is_inexact)
+        return Found(value, is_trained, is_altered, is_exact)
 
-    def _lay_out(self, value: torch.Tensor) -> torch.Tensor:
+    def _lay_out(self, value: Tensor) -> Tensor:
         """Copy a value into the original layout."""
         return Layout.place([(value, self.layout)])[0]
 
-    def original_of(self, current: torch.Tensor) -> torch.Tensor:
+    def original_of(self, current: Tensor) -> Tensor:
         """Return the original by what the parameter stores, as ``original`` does."""
         if self.kept is None:
             return self._round(current)
-        if _is_same_tensor(current, self.kept):
-            return current
-        return self.find(current).value
+        return current if self._is_kept(current) else self.find(current).value
 
-    def converts(self, parameter: torch.Tensor) -> bool:
+    def converts(self, parameter: Tensor) -> bool:
         """Whether the original is to be computed from what the parameter stores."""
-        if self.kept is None or parameter.dtype != self.dtype:
-            return parameter.dtype != self.dtype
-        return not _is_same_tensor(parameter, self.kept)
+        is_held_elsewhere = self.kept is not None and not self._is_kept(parameter)
+        return is_held_elsewhere or parameter.dtype != self.dtype
 
-    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _is_kept(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the original that is held: its memory, seen in the same way."""
+        kept = self.kept
+        if kept is None or (tensor.device, tensor.dtype) != (kept.device, kept.dtype):
+            return False
+        is_same_memory = tensor.data_ptr() == kept.data_ptr()
+        return is_same_memory and Layout.of(tensor) == Layout.of(kept)
+
+    def original(self, parameter: Tensor) -> Tensor:
         """Return the original of the live parameter, computed when it is used."""
         if not self.converts(parameter):
             return parameter
 
-        def pieces() -> Iterator[torch.Tensor]:
+        def pieces() -> Iterator[Tensor]:
             """Yield its values in flat pieces, so that not all are in memory at once."""
             is_rounded = self.kept is None and self._payloads is None
             if is_rounded and parameter.is_contiguous():
@@ -232,8 +240,8 @@ class ParameterStorage(OriginalSlot):
             # The way back does not hold what is put back.
             found: Found = undoing.now.pop("found")
         else:
-            is_discarded = undoing.policy == "discard"
-            found = self.find(parameter.data, discards=is_discarded)
+            discards = undoing.policy == "discard"
+            found = self.find(parameter.data, discards=discards)
         if found.is_trained and undoing.policy == "error":
             raise self.trained_error()
 
@@ -266,7 +274,7 @@ class ParameterStorage(OriginalSlot):
         kept_bits = None
         if self.kept is not None and self._is_viewed:
             kept_bits = self.kept.clone()
-        elif self.kept is not None and _is_same_tensor(found.value, self.kept):
+        elif self.kept is not None and self._is_kept(found.value):
             # What others write into the parameter meanwhile must not be what is kept.
             found = found._replace(value=self._lay_out(self.kept))
 
@@ -288,12 +296,6 @@ class ParameterStorage(OriginalSlot):
 
         if self.kept is not None and kept_bits is not None:
             self.kept.copy_(kept_bits)
-
-
-def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory, seen in the same way."""
-    is_same_memory = a.device == b.device and a.data_ptr() == b.data_ptr()
-    return is_same_memory and a.dtype == b.dtype and Layout.of(a) == Layout.of(b)
 
 
 class SharedMemory(Slot):
@@ -399,15 +401,15 @@ class Copy(OriginalSlot):
             raise self.trained_error()
         self.give(self._parameter, self._parameter.data.to(self.dtype))
 
-    def read(self, tree: ModelTree) -> torch.Tensor:
+    def read(self, tree: ModelTree) -> Tensor:
         """Return the exact float32 value."""
         return self._parameter.data
 
-    def resume(self, tree: ModelTree, value: torch.Tensor) -> None:
+    def resume(self, tree: ModelTree, value: Tensor) -> None:
         """Store the float32 value, but for what others wrote."""
         self.give_again(self._parameter, value, value.to(self.dtype))
 
-    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+    def original(self, parameter: Tensor) -> Tensor:
         """Return the live parameter, rounded to the original dtype when it is used."""
         shape, dtype = parameter.shape, self.dtype
         return LazyTensor(shape, dtype, lambda: parameter.data.to(dtype))

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..model.bitsandbytes_layers import (
     REPACKS,
@@ -185,7 +185,7 @@ class RuntimeState(OriginalSlot):
         for owner, fields in before:
             owner.replace(fields)
 
-    def original(self, parameter: torch.Tensor) -> torch.Tensor:
+    def original(self, parameter: Tensor) -> Tensor:
         """Return the weight as it was before the layer repacked it.
 
         It is a copy, or the weight itself where the layer did not repack it.
@@ -200,7 +200,7 @@ class RuntimeState(OriginalSlot):
             fields.clear()
             fields.update(values)
 
-    def original_quant_state(self, parameter: torch.Tensor) -> Any:
+    def original_quant_state(self, parameter: Tensor) -> Any:
         """Return the layer's 4-bit statistics from before repacking.
 
         They are for a weight that lost them when it was sharded.
@@ -217,7 +217,7 @@ def _weakly(value: Any) -> Any:
 
     Large are 8-bit weights, and tensors of the size of a 4-bit weight's statistics.
     """
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
 
     if value.dtype != torch.int8 and value.nbytes <= _SMALL_BYTES:
@@ -234,7 +234,7 @@ def _with_tensors(before: Fields, fields: Fields, places: list[Fields]) -> Field
     """
     tensors = {}
     for value in [value for place in places for value in place.values()]:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             tensors[value.untyped_storage()._cdata] = value
 
     found = dict(before)
@@ -250,7 +250,7 @@ def record(journal: Journal, tree: ModelTree) -> None:
     Layers keep the layout, and the kernel, that has a backward. By the marks, copies
     that others make of the modules are told from modules of theirs.
     """
-    runtime: dict[nn.Module, RuntimeState] = {}
+    runtime = {}
     with only_reading():
         for tensor in tree.all_tensors:
             module = tensor.module

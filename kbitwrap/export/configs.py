@@ -49,7 +49,7 @@ def _base_fields(live: Any, source: Any, name: str) -> _Fields | None:
     """
     from transformers.utils.hub import cached_file
 
-    file: Any = None  # what lies there by now may be anything
+    file = None  # what lies there by now may be anything
     # a folder that is gone is no name on the hub
     with contextlib.suppress(OSError, ValueError):
         path = source and cached_file(

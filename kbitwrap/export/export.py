@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import StrPath
 from ..errors import ConfigError, ExportError, StateError, UnsupportedModelError
@@ -166,7 +166,7 @@ def merged_weights(
     preparation: Preparation,
     adapters: str | Sequence[str] | None,
     moment: Callable[[], tuple[Any, ...]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Hand out what a merged export writes, while the wrapper stays as it is.
 
     Args:
@@ -179,7 +179,7 @@ def merged_weights(
     """
     with plain_mode():
         twin, gathering = _twin_of(model, model, preparation, "merge")
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = {}
 
         def merge() -> None:
             promise_adapters(twin, gathering)
@@ -189,10 +189,10 @@ def merged_weights(
         gathering.lead(merge)
     before = moment()
 
-    def computed() -> Iterator[tuple[str, torch.Tensor]]:
+    def computed() -> Iterator[tuple[str, Tensor]]:
         # What the next tensor may be made of, too. The caller's code runs in none of the
         # modes that a tensor is computed in, and nothing here holds what was handed out.
-        kept: dict[LazyTensor, torch.Tensor] = {}
+        kept: dict[LazyTensor, Tensor] = {}
         for fqn in [*tensors]:
             if moment() != before:
                 raise StateError(
@@ -215,7 +215,7 @@ def merged_weights(
     return gathering.lead_each(computed())
 
 
-def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+def saved_tensors(model: Any) -> dict[str, Tensor]:
     """Return the tensors that a twin is saved as, by their names in the files.
 
     None of them is computed.
@@ -263,7 +263,7 @@ def save_model(
         tensors, metadata = _lay_out(model, writer.folder, options)
         tensors = {**(others or {}), **tensors}
         files = split_into_files(tensors, max_shard_size)
-        index: dict[str, Any] = {}
+        index = {}
         if hasattr(type(model), "save_pretrained"):
             number = model.num_parameters()
             number += sum(tensor.numel() for tensor in (others or {}).values())
@@ -289,18 +289,18 @@ def save_model(
 
 def _lay_out(
     model: Any, folder: Path, options: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
+) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """Let the library save a twin, but for its tensors.
 
     Returns:
         The tensors, by their names in the files, none of them computed; and the
         metadata of the files.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     function = getattr(type(model), "save_pretrained", None)
     if function is None:
         for fqn, tensor in model.state_dict().items():
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, Tensor):
                 raise ExportError(
                     f"{fqn}: expected a tensor in the state dict, found "
                     f"{type(tensor).__name__}",
@@ -336,7 +336,7 @@ def _settle(model: nn.Module) -> dict[str, Any]:
     if any(vars(module).get("hf_quantizer") for _, module in modules):
         tensors = []
     for tensor in tensors:
-        kind: Any = type(tensor.parameter)
+        kind = type(tensor.parameter)
         if is_composed(kind):
             raise ExportError(
                 f"{tensor.fqn} is a {kind.__name__}, and no quantizer of transformers "
@@ -345,7 +345,7 @@ def _settle(model: nn.Module) -> dict[str, Any]:
                 fqn=tensor.fqn,
             )
 
-    options: dict[str, Any] = {}
+    options = {}
     for fqn, module in modules:
         if quantized_stacks(module):
             # A checkpoint's own format holds each expert by itself, and a quantized
@@ -414,7 +414,7 @@ def _streaming(function: Any, save_file: Callable[..., None]) -> Callable[..., N
 
 def _materialize(model: nn.Module) -> None:
     """Compute every lazy tensor of a twin; ties are kept."""
-    computed: dict[LazyTensor, Any] = {}
+    computed = {}
     for module in model.modules():
         held = vars(module)["_parameters"]
         for name, parameter in held.items():

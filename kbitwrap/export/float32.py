@@ -63,8 +63,7 @@ def float32_module(plain: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     for name in made._parameters:
         made._parameters[name] = None
         if name in values:
-            parameter = nn.Parameter(values[name], requires_grad=False)
-            made._parameters[name] = parameter
+            made._parameters[name] = nn.Parameter(values[name], requires_grad=False)
 
     for name in ("out_features", "num_embeddings"):
         if name in fields:
@@ -201,8 +200,7 @@ def merges_by_rows(one: ActiveLayer, module: nn.Module, num_rows: int) -> bool:
     if one.parameter is not None:
         return one.kind == "lora.ParamWrapper" and one.layer.num_experts == num_rows
 
-    forward = type(module).forward
-    if not is_quantized_layer(module) and forward not in _PLAIN_FORWARDS:
+    if not is_quantized_layer(module) and type(module).forward not in _PLAIN_FORWARDS:
         return False  # it may do anything with what it computes
 
     if one.kind not in _ROWS or one.variants - _VARIANTS_WITH_ROWS:
@@ -243,8 +241,7 @@ def _float32_copy(one: ActiveLayer, device: torch.device) -> Any:
             # copied.
             for leaf in tree_leaves(value):
                 if isinstance(leaf, LazyTensor):
-                    values = values_of(leaf)
-                    memo[id(leaf)] = nn.Parameter(values, requires_grad=False)
+                    memo[id(leaf)] = nn.Parameter(values_of(leaf), requires_grad=False)
                 elif isinstance(leaf, Tensor) and not leaf.is_leaf:
                     memo[id(leaf)] = leaf.detach().clone()
 

@@ -233,8 +233,7 @@ def _plan(
     merges: dict[int, MergedModule] = {}
 
     def merge_of(fqn: str, shell: nn.Module) -> MergedModule:
-        original = shallow_copy(shell)
-        made = MergedModule(fqn, shell, original, id(shell) in rounded)
+        made = MergedModule(fqn, shell, shallow_copy(shell), id(shell) in rounded)
         return merges.setdefault(id(shell), made)
 
     for peeled in twin.peeled:

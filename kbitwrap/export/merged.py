@@ -151,8 +151,7 @@ def _merge(base: nn.Module, copies: Sequence[Float32Layer], rows: Rows) -> nn.Mo
         for copied, layer in zip(copies, layers, strict=True):
             with _refusing(copied.one):
                 adapted = lay_over(merged, layer)
-                names = adapted._active_adapter
-                adapted.merge(safe_merge=False, adapter_names=names)
+                adapted.merge(safe_merge=False, adapter_names=adapted._active_adapter)
                 merged = adapted.get_base_layer()
 
         if is_compared:
@@ -189,7 +188,7 @@ def _adapted(
         return unadapted.clone() if given is probe else base(given)
 
     vars(known)["forward"] = forward
-    adapted: Any = known
+    adapted = known
     for layer in layers:
         adapted = lay_over(adapted, layer)
 
@@ -240,8 +239,7 @@ def _blocks(
     shapes: Sequence[torch.Size],
 ) -> list[Rows]:
     """Return the rows to merge at once: all of them where they cannot be merged apart."""
-    num_values = sum(shape.numel() for shape in shapes)
-    num_bytes = num_values * torch.float32.itemsize
+    num_bytes = sum(shape.numel() for shape in shapes) * torch.float32.itemsize
     if num_bytes <= _BLOCK_BYTES or len({shape[:1] for shape in shapes}) > 1:
         return [...]
 
@@ -446,7 +444,7 @@ class MergedModule:
             assert codes is not None
             random = RandomNumbers(fqn, seed)
             own = sums[fqn] = ComparisonSums(8 // codes.per_byte)
-            rounded: list[Tensor] = []
+            rounded = []
             start = 0
             for _, base, value in merge_rows(layer, "weight", self.layers):
                 before = base.float()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -25,10 +23,10 @@ def dequantize(twin: Twin, dtype: torch.dtype, modules: set[nn.Module]) -> set[i
         The ``id`` of each module whose weight has to be rounded to ``dtype``.
     """
     # what takes the place of a shell whose class is of the library
-    plains: dict[nn.Module, nn.Module] = {}
+    plains = {}
     # of dequantized weights, by the classes of layer and weight
-    dtypes: dict[tuple[type, type], torch.dtype] = {}
-    rounded: set[int] = set()
+    dtypes = {}
+    rounded = set()
 
     for fqn, shell in twin.model.named_modules():
         if shell not in modules:
@@ -53,7 +51,7 @@ def dequantize(twin: Twin, dtype: torch.dtype, modules: set[nn.Module]) -> set[i
         plain = shell
         if is_made_plain(shell):
             plain = plain_layer(shell).train(shell.training)
-            bias: Any = getattr(shell, "bias", None)
+            bias = getattr(shell, "bias", None)
             # One that is a buffer may have the dtype of the weight, not the model's.
             if bias is not None and "bias" in shell._buffers:
                 bias = bias.to(dtype)

@@ -204,7 +204,7 @@ class Gathering:
             zero: Any = sys.modules["deepspeed"].zero
             with zero.GatheredParameters([one.parameter]):
                 # the partition gets other memory, and leaves this to whoever holds it
-                return one.parameter.detach().as_subclass(torch.Tensor)
+                return one.parameter.detach().as_subclass(Tensor)
 
         # offloaded: gathered where the ranks communicate
         tensor = one.parameter.detach()
@@ -403,7 +403,7 @@ def _refuse_lost_scales(tensor: NamedTensor, was: ParameterRecord) -> None:
 
 
 @functools.cache
-def _lazy_class(quantized_class: type[torch.Tensor] | None) -> type[LazyTensor]:
+def _lazy_class(quantized_class: type[Tensor] | None) -> type[LazyTensor]:
     """Lazy tensors that are instances of a quantized class too.
 
     By that class transformers counts parameters.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch import nn
@@ -40,12 +39,13 @@ def settle_ties(
         different = {id(tensor): tensor for tensor in tensors}.values()
         if len(different) == 1:
             continue
-        deltas = {delta_of(module, name) for module, name in group}
-        if None in deltas or len(deltas) > 1:
-            digests = {content_digest(materialize(tensor)) for tensor in different}
-            if len(digests) > 1:
-                is_untied = True
-                continue
+        # by the deltas of one kind, or else by the values
+        facts = {delta_of(module, name) for module, name in group}
+        if None in facts or len(facts) > 1:
+            facts = {content_digest(materialize(tensor)) for tensor in different}
+        if len(facts) > 1:
+            is_untied = True
+            continue
 
         for module, name in group:
             vars(module)["_parameters"][name] = tensors[0]
@@ -69,22 +69,15 @@ def _untie_configs(model: nn.Module) -> None:
 
     Where a model computes by that, it stays, and what loads the model is relied on.
     """
-    tying = [one for one in configs_of_all(model) if getattr(one, _FLAG, False)]
-    classes = {type(module) for _, module in model.named_modules()}
-    readers = [cls.__name__ for cls in classes if _FLAG in _names_in_forward(cls)]
-    if not readers:
-        for config in tying:
+    for _, module in model.named_modules():
+        # a forward that is not in Python has no code
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if _FLAG in getattr(code, "co_names", ()):
+            return
+
+    for config in configs_of_all(model):
+        if getattr(config, _FLAG, False):
             setattr(config, _FLAG, False)
-
-
-def _names_in_forward(cls: Any) -> Sequence[str]:
-    """Return the names of globals and attributes in the code of a class's ``forward``.
-
-    There are none where it is not in Python.
-    """
-    code: types.CodeType | None
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return () if code is None else code.co_names
 
 
 def configs_of_all(model: nn.Module) -> Iterator[Any]:
@@ -93,7 +86,7 @@ def configs_of_all(model: nn.Module) -> Iterator[Any]:
     Those nested in others are among them.
     """
     found = [vars(module).get("config") for _, module in model.named_modules()]
-    seen: set[int] = set()
+    seen = set()
     while found:
         config = found.pop()
         if hasattr(config, "save_pretrained") and id(config) not in seen:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..config import StrPath
@@ -76,7 +77,7 @@ _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 Metadata = Mapping[str, str] | None
 Progress = Callable[[int], object]
 """Called with a number of bytes each time that as many were written."""
@@ -231,7 +232,7 @@ def write_safetensors(
 def _write_tensor(
     file: BinaryIO,
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     dtype: torch.dtype,
     shape: torch.Size,
     progress: Progress | None,

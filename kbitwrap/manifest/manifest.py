@@ -313,8 +313,8 @@ class Manifest(Report, ManifestPart):
             adapters: Whether to compare its adapters too.
             unknown: The names of tensors that may be others.
         """
-        ours: dict[str, Any] = {"model": self.model.model_dump(by_alias=True)}
-        theirs: dict[str, Any] = {"model": contents.model}
+        ours = {"model": self.model.model_dump(by_alias=True)}
+        theirs = {"model": contents.model}
         if adapters:
             ours["adapters"] = {name: vars(one) for name, one in self.adapters.items()}
             theirs["adapters"] = contents.adapters

@@ -37,7 +37,7 @@ class BaseCheck:
         contents = read_contents(ModelTree(model), None, reads_pending=False)
         manifest.refuse_other(contents, unknown=unknown)
         self._contents = contents
-        self._layers: dict[str, nn.Module] = {}  # by the names of their weights
+        self._layers = {}  # by the names of their weights
         for path in contents.unread:
             fqn, layer = join(path, "weight"), model.get_submodule(path)
             self._layers[fqn] = layer

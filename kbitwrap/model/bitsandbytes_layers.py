@@ -89,8 +89,7 @@ def make_pending(module: nn.Module, values: Tensor) -> None:
         values = values.t()
 
     made = module.get_parameter("weight")
-    cls: Any = type(made)
-    weight = cls(values.detach(), requires_grad=False, **vars(made))
+    weight = type(made)(values.detach(), requires_grad=False, **vars(made))
     module._parameters["weight"] = weight
 
 

@@ -245,8 +245,7 @@ def _is_of_a_layer(model: nn.Module, name: str) -> bool:
             break
         module = child
 
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return bool(own)
+    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
 
 def layers_to_quantize(
@@ -260,8 +259,7 @@ def layers_to_quantize(
     config = copy.deepcopy(model.config)
     quantizer = _quantizer(config, quantization_config)
     meta = _before_loading(type(model), config, quantizer, model.dtype)
-    layers = {f: m for f, m in meta.named_modules() if is_quantized_layer(m)}
-    return quantizer, layers
+    return quantizer, {f: m for f, m in meta.named_modules() if is_quantized_layer(m)}
 
 
 def _refuse_larger(folder: Path, config: Any) -> None:

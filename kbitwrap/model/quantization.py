@@ -179,7 +179,7 @@ def is_quantized_parameter(parameter: Tensor) -> bool:
 
 def _is_bitsandbytes_parameter(parameter: Tensor) -> bool:
     """Return whether a parameter is of a class of bitsandbytes'."""
-    cls: Any = type(parameter)
+    cls = type(parameter)
     # Subclasses that other libraries swap in (sharding, quanto, torchao) keep the class
     # name but not the class.
     return cls is not nn.Parameter and (
@@ -308,7 +308,7 @@ def _weight_by_compressed_tensors(module: Any) -> Tensor:
     if "weight" in module._parameters:
         return module._parameters["weight"].detach()  # type: ignore[no-any-return]
 
-    compressors: Any = sys.modules["compressed_tensors.compressors"]
+    compressors = sys.modules["compressed_tensors.compressors"]
     scheme = vars(module)["quantization_scheme"]
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format.value)
     tensors = {**module._parameters, **module._buffers}
@@ -343,7 +343,7 @@ def _weight_by_gptqmodel(module: Any) -> Tensor:
             # The class's own: an instance may have a compiled one, which is bound to
             # the module that this is a copy of.
             return cls.dequantize_weight(module).t()  # type: ignore[no-any-return]
-        packing: Any = sys.modules["gptqmodel.quantization.awq.utils.packing_utils"]
+        packing = sys.modules["gptqmodel.quantization.awq.utils.packing_utils"]
         names = ("qweight", "qzeros", "scales", "bits", "group_size")
         return packing.dequantize_gemm(*(fields[name] for name in names)).t()  # type: ignore[no-any-return]
 
@@ -374,8 +374,7 @@ def is_computed_by_library(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is of a class whose layers quantizers replace."""
     conv = loaded_class("transformers.pytorch_utils", "Conv1D")
-    classes: Any = (nn.Linear, conv)
-    return isinstance(module, classes)
+    return isinstance(module, (nn.Linear, conv))
 
 
 def skip_layers(settings: Any, fqns: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
     if not parameters:
         return False
 
-    cls: Any = type(module)
+    cls = type(module)
     names = [base.__name__ for base in cls.__mro__ if base not in (nn.Module, object)]
     for wanted in norm_modules:
         if not isinstance(wanted, str):
@@ -166,7 +166,7 @@ def returns_float32(
     fakes = FakeTensorMode()
     base = adapter.get_submodule("base_layer")
     try:
-        plain: Any = nn.Module()
+        plain = nn.Module()
         plain.out_features = size = adapter.out_features
         # of the size alone: with the layer itself it would be a cycle
         plain.forward = lambda x: x.new_empty(*x.shape[:-1], size)

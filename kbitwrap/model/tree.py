@@ -82,7 +82,7 @@ class ModelTree:
     @cached_property
     def nodes(self) -> list[Node]:
         """Every place of every module, in depth-first order."""
-        found: list[Node] = []
+        found = []
 
         # No function that calls itself: it would keep what it found, in a cycle.
         stack = [(self.model, "", "", True, False)]
@@ -136,7 +136,7 @@ class ModelTree:
 
         The layers of a model share its config.
         """
-        found: dict[int, Any] = {}
+        found = {}
         for node in self.modules:
             for name in CONFIG_ATTRIBUTES:
                 config = vars(node.module).get(name)
@@ -173,7 +173,7 @@ class ModelTree:
 
         It is read after all were found that there are.
         """
-        found: dict[ParameterRecord, nn.Parameter] = {}
+        found = {}
         for tensor in self.tensors:
             record = self.known.get(id(tensor.parameter))
             if record is not None:
@@ -300,8 +300,7 @@ class ModelTree:
     @cached_property
     def adapter_ids(self) -> set[int]:
         """The ``id`` of every parameter of an adapter that is not shared with the base."""
-        base = {id(tensor.parameter) for tensor in self.base_tensors}
-        return self.ids - base
+        return self.ids - {id(tensor.parameter) for tensor in self.base_tensors}
 
     @cached_property
     def adapted_blocks(self) -> set[str]:
@@ -350,7 +349,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
     It is of the same class, and shares the rest.
     """
-    made: nn.Module = object.__new__(type(module))
+    made = object.__new__(type(module))
     fields = vars(made)
     fields.update(vars(module))
     for name in ("_parameters", "_buffers", "_modules"):

@@ -55,8 +55,7 @@ def loaded_class(module_name: str, attribute: str) -> type | tuple[()]:
 
     A class that is not loaded has no instances.
     """
-    found: type | tuple[()] = getattr(sys.modules.get(module_name), attribute, ())
-    return found
+    return getattr(sys.modules.get(module_name), attribute, ())
 
 
 @functools.cache
@@ -130,8 +129,7 @@ def wrapped_children(module: nn.Module) -> tuple[str, ...]:
     if not module._modules:
         return ()
 
-    owner = _owner(class_before_sharding(module))
-    children = _CHILDREN.get(owner, ())
+    children = _CHILDREN.get(_owner(class_before_sharding(module)), ())
     return tuple(child for child in children if module._modules.get(child) is not None)
 
 
@@ -140,7 +138,7 @@ def unwrap(module: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
 
     The outermost is the first.
     """
-    adapters: list[nn.Module] = []
+    adapters = []
     while names := wrapped_children(module):
         if is_adapter_class(type(module)):
             adapters.append(module)

@@ -6,9 +6,6 @@ PEFT makes copies for ``modules_to_save``; its own function for preparing casts.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
-
-import torch
 
 from ..edits.storage import Copy
 from ..model.quantization import is_quantized_parameter
@@ -34,7 +31,7 @@ def copies_of(
     """
     base = set(before.base.values())
     resized = {}  # by the ``id`` of what resizing made of them
-    there: dict[Any, torch.Tensor] = dict(tree.live)
+    there = dict(tree.live)
     for record, tensor in tree.resized(base):
         resized[id(tensor.parameter)] = record
         there[record] = tensor.parameter

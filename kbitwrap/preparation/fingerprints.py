@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..model.quantization import is_quantized_parameter
 from ..model.records import ParameterRecord
@@ -19,11 +20,11 @@ from ..tensors.bits import RUNS, dense_parts, differ, is_composed, num_sampled, 
 # their samples tell whether a parameter is the recorded one, and no more
 _RUNS_OF_QUANTIZED = 8
 
-Recorded = Iterable[tuple[ParameterRecord, torch.Tensor]]
-Samples = dict[ParameterRecord, torch.Tensor]
+Recorded = Iterable[tuple[ParameterRecord, Tensor]]
+Samples = dict[ParameterRecord, Tensor]
 
 
-def sample_bytes(parameter: torch.Tensor) -> int:
+def sample_bytes(parameter: Tensor) -> int:
     """Return the bytes that a parameter's sample takes, without reading a value.
 
     They are the same on the meta device as on any other.
@@ -36,7 +37,7 @@ def sample_bytes(parameter: torch.Tensor) -> int:
     return num_sampled(parts[0], num_runs) * parts[0].itemsize
 
 
-def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | None:
+def _sample(record: ParameterRecord, parameter: Tensor) -> Tensor | None:
     """Return a sample of a parameter, of the first of its parts, in the recorded dtype.
 
     ``None`` without values, and of a 4-bit weight, which its statistics tell.
@@ -44,7 +45,7 @@ def _sample(record: ParameterRecord, parameter: torch.Tensor) -> torch.Tensor | 
     parts = dense_parts(parameter)
     if record.quant_state is not None or not parts or parts[0].is_meta:
         return None
-    part = parts[0].as_subclass(torch.Tensor)
+    part = parts[0].as_subclass(Tensor)
     if record.quantized_class is not None:
         return sample(part, _RUNS_OF_QUANTIZED)
     taken = sample(part)
@@ -68,9 +69,7 @@ def take_samples(parameters: Recorded) -> Samples:
     return samples
 
 
-def is_changed(
-    samples: Samples, record: ParameterRecord, value: torch.Tensor
-) -> torch.Tensor:
+def is_changed(samples: Samples, record: ParameterRecord, value: Tensor) -> Tensor:
     """Compare a parameter's sample with the recorded one; does not wait for the device.
 
     Returns:

@@ -316,8 +316,7 @@ def edits_of_adapters(casts: Casts, around: Casts) -> list[Edit]:
         around: The casts of what was made of the model: adapters of prompt learning lie
             outside.
     """
-    chunk_bytes = casts.config.head_chunk_bytes
-    of_heads = functools.partial(HeadForward, chunk_bytes=chunk_bytes)
+    of_heads = functools.partial(HeadForward, chunk_bytes=casts.config.head_chunk_bytes)
     edits = []
     for role, nodes, forward in (
         (Role.NORM, casts.norms, Float32Forward),

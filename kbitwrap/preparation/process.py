@@ -128,7 +128,7 @@ def empty_cache() -> None:
 def is_autocast(tensors: Sequence[NamedTensor]) -> bool:
     """Whether half precision is what accelerate or torch computes in, as far as is known."""
     shared = loaded_class("accelerate.state", "AcceleratorState")
-    state: dict[str, Any] = getattr(shared, "_shared_state", {})
+    state = getattr(shared, "_shared_state", {})
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if (state.get("_mixed_precision") or launched.lower()) != "no":
         return True

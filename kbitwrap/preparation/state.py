@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..edits.checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
 from ..edits.journal import MISSING
@@ -56,7 +56,7 @@ class ModelState:
         self.records = tree.records
         self.hooks = hooks_of(tree)
         with only_reading():
-            self.parameters: dict[ParameterRecord, Values] = {}
+            self.parameters = {}
             for tensor in tree.tensors:
                 values = values_of_parameter(tensor.parameter)
                 self.parameters[tree.record(tensor)] = values
@@ -163,7 +163,7 @@ class Original(ModelState):
                 return True
         return False
 
-    def differs(self, record: ParameterRecord, value: torch.Tensor) -> bool:
+    def differs(self, record: ParameterRecord, value: Tensor) -> bool:
         """Whether a value is not the recorded one, as far as was recorded."""
         if is_changed(self.samples, record, value):
             return True
@@ -177,7 +177,7 @@ def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
     return [pair for pair in found if hasattr(pair[1], "save_pretrained")]
 
 
-def saved_buffers(tree: ModelTree) -> dict[str, torch.Tensor]:
+def saved_buffers(tree: ModelTree) -> dict[str, Tensor]:
     """Return the base's buffers that a checkpoint holds, by fqn."""
     found = {}
     for node in tree.base:

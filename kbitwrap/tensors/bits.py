@@ -197,7 +197,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if not is_composed(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    innermost: list[Tensor] = []
+    innermost = []
     for name in names:
         part = getattr(tensor, name)
         if isinstance(part, Tensor):
@@ -231,8 +231,7 @@ def sample(tensor: Tensor, num_runs: int = RUNS) -> Tensor:
     if data.is_contiguous():
         return data.as_strided((num_runs, _RUN), (step, 1)).reshape(-1)
     starts = torch.arange(num_runs, device=data.device) * step
-    inside = torch.arange(_RUN, device=data.device)
-    positions = starts.unsqueeze(1) + inside
+    positions = starts.unsqueeze(1) + torch.arange(_RUN, device=data.device)
     return data.take(positions).view(-1)
 
 
@@ -256,8 +255,7 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
     different = a.view(bits) != b.view(bits)
     if a.element_size() == 1:
         return different  # torch finds no NaNs of float8
-    both_nan = a.isnan() & b.isnan()
-    return different & ~both_nan
+    return different & ~(a.isnan() & b.isnan())
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -28,8 +28,7 @@ class RandomNumbers:
 
     def __init__(self, name: str, seed: int) -> None:
         named = f"{seed}:{name}".encode()
-        digest = hashlib.blake2b(named, digest_size=16).digest()
-        key = int.from_bytes(digest, "little")
+        key = int.from_bytes(hashlib.blake2b(named, digest_size=16).digest(), "little")
         self._bits = numpy.random.Philox(key=key)
 
     def draw(self, number: int) -> Tensor:
@@ -40,8 +39,7 @@ class RandomNumbers:
         num_words = -(-number // 4)
         words = self._bits.random_raw(num_words)
         integers = words.astype("<u8", copy=False).view("<i2")
-        numbers = torch.from_numpy(integers)[:number].float()
-        return numbers.add_(0.5).mul_(2**-16)
+        return torch.from_numpy(integers)[:number].float().add_(0.5).mul_(2**-16)
 
 
 class Rounded(NamedTuple):
@@ -82,12 +80,10 @@ class Codes(ABC):
 
     def has_scales_of(self, other: Codes) -> bool:
         """Return whether the same codes are the same values in both, wherever each of them lies."""
-        values = other._values.to(self._values.device)
-        if not torch.equal(self._values, values):
+        if not torch.equal(self._values, other._values.to(self._values.device)):
             return False
 
-        scales = other._scales.to(self._scales.device)
-        return torch.equal(self._scales, scales)
+        return torch.equal(self._scales, other._scales.to(self._scales.device))
 
     def round_at_random(
         self, start: int, delta: Tensor, random: RandomNumbers
@@ -174,8 +170,7 @@ class Codes(ABC):
         size = self._group_size
         first = start // size
         scales = self._scales[first : -(-(start + number) // size), None]
-        tiny = torch.finfo(torch.float32).tiny
-        scales = torch.where(scales == 0, tiny, scales)
+        scales = torch.where(scales == 0, torch.finfo(torch.float32).tiny, scales)
         before = start - first * size
         if before == 0 and number % size == 0:
             return scales
@@ -255,8 +250,7 @@ class TableCodes(Codes):
         self._per_step_down = 1 / torch.cat([end, steps])
 
     def _codes_in(self, stored: Tensor) -> Tensor:
-        halves = torch.stack([stored >> _HALF_BYTE, stored & 0x0F], dim=1)
-        return halves.flatten().int()
+        return torch.stack([stored >> _HALF_BYTE, stored & 0x0F], dim=1).flatten().int()
 
     def _values_in(self, stored: Tensor) -> Tensor:
         return self._values.index_select(0, self._codes_in(stored))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
@@ -31,7 +32,7 @@ _NEEDS_VALUES = {
     torch.Tag.nondeterministic_seeded,
 }
 _CPU = torch.device("cpu")
-Pieces = Callable[[], Iterator[torch.Tensor]]
+Pieces = Callable[[], Iterator[Tensor]]
 # No memory is mapped this high, so that no address given to a lazy tensor is also that
 # of a real one.
 _addresses = itertools.count(1 << 62, 1 << 40)
@@ -65,14 +66,14 @@ class _Mode(threading.local):
             sources.
     """
 
-    kept: dict[LazyTensor, torch.Tensor] | None = None
+    kept: dict[LazyTensor, Tensor] | None = None
     device: torch.device | None = _CPU
 
 
 _mode = _Mode()
 
 
-def _kept(only: Sequence[LazyTensor] | None = None) -> dict[LazyTensor, torch.Tensor]:
+def _kept(only: Sequence[LazyTensor] | None = None) -> dict[LazyTensor, Tensor]:
     """Return the values kept, and drop those of other tensors than these first.
 
     Values that are added outside of ``keeping_last`` go with the dictionary.
@@ -86,7 +87,7 @@ def _kept(only: Sequence[LazyTensor] | None = None) -> dict[LazyTensor, torch.Te
 
 @contextlib.contextmanager
 def keeping_last(
-    kept: dict[LazyTensor, torch.Tensor] | None = None,
+    kept: dict[LazyTensor, Tensor] | None = None,
     device: torch.device | None = _CPU,
 ) -> Iterator[None]:
     """Keep the last values computed, and those they were made from.
@@ -112,7 +113,7 @@ def keeping_last(
         _mode.device = outer_device
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(Tensor):
     """A dense CPU tensor without values, and how to compute them.
 
     Operations are lazy; those that write to it raise.
@@ -127,9 +128,9 @@ class LazyTensor(torch.Tensor):
         is_own: Whether ``compute`` makes new memory each time.
     """
 
-    _meta: torch.Tensor  # the same shape and strides, without values
+    _meta: Tensor  # the same shape and strides, without values
     _storage: LazyStorage
-    _compute: Callable[[], torch.Tensor]
+    _compute: Callable[[], Tensor]
     _view_of: LazyTensor | None  # the tensor that a view is taken of
     # the lazy tensor that this one is made from, if there is only one
     _parent: LazyTensor | None
@@ -145,14 +146,13 @@ class LazyTensor(torch.Tensor):
         cls,
         shape: Sequence[int],
         dtype: torch.dtype,
-        compute: Callable[[], torch.Tensor],
+        compute: Callable[[], Tensor],
         pieces: Pieces | None = None,
         *,
         is_own: bool = False,
     ) -> LazyTensor:
         """Make a contiguous tensor without storage."""
-        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        made = cls._make(meta, compute)
+        made = cls._make(torch.empty(tuple(shape), dtype=dtype, device="meta"), compute)
         made._pieces = pieces
         made.is_own = is_own
         return made
@@ -160,8 +160,8 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def _make(
         cls,
-        meta: torch.Tensor,
-        compute: Callable[[], torch.Tensor],
+        meta: Tensor,
+        compute: Callable[[], Tensor],
         base: LazyTensor | None = None,
         parent: LazyTensor | None = None,
     ) -> LazyTensor:
@@ -188,7 +188,7 @@ class LazyTensor(torch.Tensor):
             return (*self._parent.lineage, self)
         return (self,)
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """Compute the values, in any layout, or take those that are kept.
 
         They are not to be written to.
@@ -211,14 +211,14 @@ class LazyTensor(torch.Tensor):
             kept[self] = computed
         return computed
 
-    def compute(self) -> torch.Tensor:
+    def compute(self) -> Tensor:
         """Compute the values on the device of their sources, and keep none.
 
         They are not to be written to.
         """
         return self._compute().detach()
 
-    def own(self) -> torch.Tensor:
+    def own(self) -> Tensor:
         """Compute the values, contiguous, in memory that nothing else refers to."""
         if not self.is_own:
             return self.values().clone(memory_format=torch.contiguous_format)
@@ -252,20 +252,20 @@ class LazyTensor(torch.Tensor):
         if not (gives_tensors and is_on_cpu and _NEEDS_VALUES.isdisjoint(func.tags)):
             return run()
 
-        metas, options = tree_map_only(torch.Tensor, _meta_of, (args, kwargs))
+        metas, options = tree_map_only(Tensor, _meta_of, (args, kwargs))
         if "device" in options:
             options["device"] = "meta"
         results, structure = tree_flatten(func(*metas, **options))
 
         # the lazy tensors with storages of their own that the arguments are made of
-        sources: list[LazyTensor] = []
+        sources = []
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, LazyTensor):
                 sources.append(leaf.lineage[-1])
         by_storage = {_storage_key(source._meta): source for source in sources}
         parent = sources[0] if len(sources) == 1 else None
 
-        def result(index: int) -> torch.Tensor:
+        def result(index: int) -> Tensor:
             return tree_leaves(run())[index]  # type: ignore[no-any-return]
 
         made = []
@@ -300,7 +300,7 @@ class LazyTensor(torch.Tensor):
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the values of any dense tensor, as consecutive contiguous CPU tensors.
 
     They are computed as few at a time as can be.
@@ -314,7 +314,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield piece.detach().to(_CPU)
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
+def values_of(tensor: Tensor) -> Tensor:
     """Return the values of any dense tensor on the device of its sources, in any layout.
 
     They are not to be written to.
@@ -324,7 +324,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def materialize(tensor: torch.Tensor) -> torch.Tensor:
+def materialize(tensor: Tensor) -> Tensor:
     """Return the values of any dense tensor, contiguous, on the CPU, without gradient.
 
     They may be a view, and are not to be written to.
@@ -333,12 +333,12 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
     return values.to(_CPU).contiguous()
 
 
-def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
+def _meta_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, LazyTensor):
         return tensor._meta
     return tensor.to("meta")
 
 
-def _storage_key(meta: torch.Tensor) -> Any:
+def _storage_key(meta: Tensor) -> Any:
     """Return the key that tensors on the meta device share when they are views of one another."""
     return meta.untyped_storage()._cdata

@@ -58,8 +58,7 @@ def _of_float32(name: str) -> Any:
     """Make a method that reads memory, of a float32 copy: an upcast tensor has none."""
 
     def method(self: UpcastTensor, *args: Any, **kwargs: Any) -> Any:
-        upcast = self.half_storage.detach().float()
-        return getattr(upcast, name)(*args, **kwargs)
+        return getattr(self.half_storage.detach().float(), name)(*args, **kwargs)
 
     method.__doc__ = f"``torch.Tensor.{name}`` of a float32 copy."
     return method
@@ -443,6 +442,5 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> Tensor:
         piece = slice(start, start + step)
         # A bias of one column is broadcast.
         columns = [bias[..., piece] if bias.shape[-1] > 1 else bias for bias in biases]
-        right = half[:, piece].float()
-        output[:, piece] = func(*columns, left, right)
+        output[:, piece] = func(*columns, left, half[:, piece].float())
     return output
