@@ -23,6 +23,7 @@ _STATE_NAME = "trainer_state.json"
 # What LoRA initializes with zeros, so that it adds nothing before the first step.
 _ZERO_AT_FIRST = re.compile(r"\.lora_(?:B\.|embedding_A)")
 _WHAT_WAS_TRAINED = "what the optimizer trained"
+_DAMAGED = "the files of an adapter cannot be read"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -36,6 +37,9 @@ def adapter_values(adapter: Adapter) -> Finding:
     Sharded parameters that were not gathered are saved without elements; a loss that
     diverged leaves NaN and infinity.
     """
+    if adapter.is_damaged:
+        return not_measured("whether an adapter is finite", _DAMAGED)
+
     empty, broken = [], []
     for name, tensor in adapter.tensors.items():
         if tensor.numel() == 0:
@@ -74,6 +78,9 @@ def lora_b(subject: Subject) -> Finding | None:
         if _ZERO_AT_FIRST.search(name):
             names.append(name)
             is_zero = is_zero and not materialize(tensor).any()
+
+    if not names and subject.has_damaged_adapter:
+        return not_measured("whether LoRA adds anything", _DAMAGED)
 
     if not names:
         return None
@@ -151,6 +158,9 @@ def optimizer(folder: Folder) -> Finding | None:
         if isinstance(error.__cause__, (RuntimeError, OSError, EOFError)):
             return _interrupted(folder, why)
         return not_measured(_WHAT_WAS_TRAINED, why)
+
+    if folder.has_damaged_adapter:
+        return not_measured(_WHAT_WAS_TRAINED, _DAMAGED)
 
     saved = folder.tensors_of_adapters()
     # what computes prompts is not saved

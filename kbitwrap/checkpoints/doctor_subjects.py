@@ -83,10 +83,12 @@ class Adapter(NamedTuple):
     Attributes:
         where: Its folder, or the class of the live model.
         tensors: Its tensors, by their names in the file or the live model.
+        is_damaged: Whether its files cannot be read.
     """
 
     where: str
     tensors: Tensors
+    is_damaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,11 @@ class Subject:
     options: DoctorOptions
     adapters: Sequence[Adapter]
     base: Base | None
+
+    @property
+    def has_damaged_adapter(self) -> bool:
+        """Whether the files of an adapter in it cannot be read."""
+        return any(adapter.is_damaged for adapter in self.adapters)
 
     def tensors_of_adapters(self) -> list[tuple[str, Tensor]]:
         """Return the tensors of all adapters, with their names."""
@@ -236,6 +243,7 @@ def _read_folder(
             read_json(place / "adapter_config.json")
         except ConfigError as error:
             damaged.append(str(error))
+            adapters.append(Adapter(str(place), {}, is_damaged=True))
             continue
         lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
         adapters.append(Adapter(str(place), lazy))

@@ -162,13 +162,16 @@ def quiet_libraries() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def working(what: str, trust_remote_code: bool = False) -> Iterator[Doing]:
+def working(
+    what: str, trust_remote_code: bool = False, *, is_script: bool = False
+) -> Iterator[Doing]:
     """Work with a line of progress, and say in one line what the library refuses, with options in place of arguments.
 
     Args:
         what: What is being done, in a few words.
         trust_remote_code: Whether the code that the model brings along is run: that is
             said.
+        is_script: Whether a script gave the arguments, which stay then.
 
     Yields:
         The line of progress.
@@ -186,7 +189,8 @@ def working(what: str, trust_remote_code: bool = False) -> Iterator[Doing]:
     except ManifestMismatchError:
         raise
     except (KbitWrapError, OSError) as error:
-        raise InputError(first_line(error)) from error
+        said = in_one_line(error) if is_script else first_line(error)
+        raise InputError(said) from error
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -119,9 +119,8 @@ def command(
         if _run(script, arguments, stopping) == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
     if not trainers:
-        raise InputError(
-            "the script ended before a trainer's train(); its models have weights only with --load"
-        )
+        remedy = "" if load else "; its models have weights only with --load"
+        raise InputError(f"the script ended before a trainer's train(){remedy}")
     return _tell_step(*trainers[0], budget, device_memory)
 
 
@@ -145,7 +144,7 @@ def _tell_step(
         there = torch.cuda.get_device_properties(0).total_memory
         device_memory = device_memory or there
     limit = budget_of(budget, device_memory)
-    with working(f"predicting the step of {type(trainer).__name__}"):
+    with working(f"predicting the step of {type(trainer).__name__}", is_script=True):
         step = predict_step(trainer, kernels=kernels, **settings)
     fits = limit is None or step.needed_bytes <= limit
     if limit is not None:

@@ -1,13 +1,6 @@
-"""Parameters found again, wherever others put them since they were recorded.
-
-They are looked for first by their memory, at their places and then in the whole model;
-last by their values, at their places. A parameter that none of these finds was
-replaced. A parameter of an adapter, which is cast and trained, is the one at its place.
-"""
+"""Parameters found again, wherever others put them since they were recorded."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import nn
 
@@ -22,17 +15,20 @@ from .state import Original
 def find_again(before: Original, tree: ModelTree) -> None:
     """Find every recorded parameter in a live model.
 
-    A shard is told by its place. Others are told by their memory, or statistics, at their
-    places, and then by their memory anywhere. A parameter of the base that has neither is
-    told by shape and sample, at its places or under its name in a module that is new; one
-    of an adapter, and a bias that its layer rewrites, by place and shape.
+    Each is looked for in this order, until it is found. What is not was replaced.
+
+    1. At its places, by its memory or its statistics; a shard by its place alone.
+    2. Anywhere in the model, by its memory: others moved it.
+    3. At its places, or under its name in a module that is new, by shape and sample: it
+       got other memory. The shape alone counts for an adapter, and for a bias that its
+       layer rewrites: both may be trained since.
 
     Args:
         before: The record of the base, and of adapters that were there before.
         tree: The live model, of which ``known`` and ``sharded`` are filled.
     """
     with only_reading():
-        lost: list[ParameterRecord] = []
+        lost = []
         for record in before.parameters:
             found = record.at_places()
             shard = next(filter(is_sharded_tensor, found), None)
@@ -46,7 +42,7 @@ def find_again(before: Original, tree: ModelTree) -> None:
             if shard is None and (seen is None or id(seen) not in tree.ids):
                 lost.append(record)
 
-        by_memory: dict[Any, NamedTensor] = {}
+        by_memory = {}
         for tensor in tree.tensors if lost else ():
             if id(tensor.parameter) not in tree.known:
                 by_memory[key_of(tensor.parameter)] = tensor
@@ -56,18 +52,26 @@ def find_again(before: Original, tree: ModelTree) -> None:
             if moved and moved[0].parameter.shape == record.shape:
                 record.moved(tree.places(moved[0]))
                 tree.known[id(moved[0].parameter)] = record
-                continue
-            there = tree.at_places(record)
-            named = None if there else _of_its_name(before, tree, record)
-            if named is not None:
-                there = [named.parameter]
-            if not there or there[0].shape != record.shape:
-                continue
-            if record not in base or _has_its_value(before, record, there[0]):
-                if named is not None:
-                    record.moved(tree.places(named))
-                record.saw(there[0])
-                tree.known[id(there[0])] = record
+            else:
+                _find_by_value(before, tree, record, is_base=record in base)
+
+
+def _find_by_value(
+    before: Original, tree: ModelTree, record: ParameterRecord, *, is_base: bool
+) -> None:
+    """Find a parameter that has other memory now; what was an adapter's may have any value."""
+    there = tree.at_places(record)
+    named = None if there else _of_its_name(before, tree, record)
+    if named is not None:
+        there = [named.parameter]
+    if not there or there[0].shape != record.shape:
+        return
+    if is_base and not _has_its_value(before, record, there[0]):
+        return
+    if named is not None:
+        record.moved(tree.places(named))
+    record.saw(there[0])
+    tree.known[id(there[0])] = record
 
 
 def _of_its_name(

@@ -186,9 +186,13 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], str]] = {
 def test_a_broken_adapter_config_is_found(kind: str, run: Path) -> None:
     path = run / "checkpoint-3" / "adapter_config.json"
     path.write_text(CONFIGS[kind](json.loads(path.read_text())))
-    (finding,) = doctor(run).findings
+    report = doctor(run)
+    (finding,) = report.findings
     assert finding.what == INTERRUPTED
     assert str(path) in finding.evidence
+    sound = dict.fromkeys(OF_A_CHECKPOINT, "fine")
+    unread = dict.fromkeys(["lora_B", "adapter values", "optimizer", "base"], "not measured")
+    assert outcomes(report, path.parent) == {**sound, **unread, "files": "fault"}
 
 
 def test_an_adapter_without_a_config_is_found(run: Path) -> None:

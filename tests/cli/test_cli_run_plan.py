@@ -144,6 +144,18 @@ def test_a_script_whose_step_cannot_be_told_is_answered_in_one_line(
     assert said in last
 
 
+def test_what_is_said_of_a_script_names_no_option_that_was_given_or_that_run_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--plan", "--load", written(tmp_path, text="print('done')")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "kbitwrap: error: the script ended before a trainer's train()"
+    assert main(["run", "--plan", written(tmp_path, more="{'use_cpu': True, 'optim': 'lomo'}")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("kbitwrap: error: optimizer: 'lomo' is not predicted: ")
+
+
 def test_a_limit_is_for_a_plan_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--budget", "1GiB", written(tmp_path)]) == 2
     assert "--budget is for --plan" in capsys.readouterr().err
