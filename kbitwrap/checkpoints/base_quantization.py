@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..config import QuantKind, StrPath
 from ..errors import ConfigError, ManifestMismatchError
 from ..manifest.manifest import Manifest
-from ..model.pretrained import as_plain, read_config
+from ..model.pretrained import as_plain, own_settings, read_config
 from ..model.quantization import kind_of
 from ..tensors.dtypes import find_dtype
 from .adapters import SavedAdapter
@@ -117,13 +117,8 @@ def own_quantization(
 
     Raise `ConfigError` where there is no base, or its config cannot be read.
     """
-    config = read_config(base, trust_remote_code)
-    for one in (config, config.get_text_config(decoder=True)):
-        own = getattr(one, "quantization_config", None)
-        if own is not None:
-            return as_plain(own)  # type: ignore[no-any-return]
-
-    return None
+    own = own_settings(read_config(base, trust_remote_code))
+    return as_plain(own)  # type: ignore[no-any-return]
 
 
 def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:

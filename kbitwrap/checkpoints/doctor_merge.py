@@ -45,7 +45,7 @@ from .doctor_report import (
 from .doctor_subjects import DoctorOptions, Folder, LiveModel, Subject, is_numbered
 from .fitting import fitting_quantization
 from .measure import MergeMeasure, Told, measure_merge
-from .reader import open_checkpoint, saved_manifest
+from .reader import lazy_tensors, open_checkpoint, saved_manifest
 from .sides import Side, plain_side, read_merged, walk_merged
 
 _NAME = "merge"
@@ -180,10 +180,8 @@ def _files_of_base(trained: TrainedBase, path: Path) -> Finding | None:
     if not trained.unexpected:
         return None
 
-    stored = open_checkpoint(path).tensors
-    held = {name: one.lazy() for name, one in stored.items()}
-    unexpected = {name: one.lazy() for name, one in trained.unexpected.items()}
-    lacking = _differing(unexpected, held)
+    unexpected = lazy_tensors(trained.unexpected)
+    lacking = _differing(unexpected, lazy_tensors(open_checkpoint(path).tensors))
     if lacking:
         return fault(
             "it lacks tensors that the base's files have",

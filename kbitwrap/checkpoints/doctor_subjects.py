@@ -36,6 +36,7 @@ from .reader import (
     adapter_file,
     expect_file_of_weights,
     has_weights,
+    lazy_tensors,
     open_checkpoint,
     read_json,
     read_tensors,
@@ -245,8 +246,7 @@ def _read_folder(
             damaged.append(str(error))
             adapters.append(Adapter(str(place), {}, is_damaged=True))
             continue
-        lazy = {fqn: tensor.lazy() for fqn, tensor in stored.items()}
-        adapters.append(Adapter(str(place), lazy))
+        adapters.append(Adapter(str(place), lazy_tensors(stored)))
 
     base = None
     try:

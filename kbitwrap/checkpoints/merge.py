@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..config import StrPath
 from ..errors import ConfigError, ExportError
 from ..export.export import save_model, saves_itself
-from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm
+from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm, skip_layers
 from ..export.merge import Merged, merge_into
-from ..export.ties import configs_of_all
 from ..export.twin import build_twin
 from ..export.writer import (
     Progress,
@@ -30,7 +29,7 @@ from ..export.writer import (
 from ..manifest.contents import versions
 from ..manifest.manifest import Manifest
 from ..model.pretrained import kept_dtype
-from ..model.quantization import skip_layers, skipped_layers
+from ..model.quantization import skipped_layers
 from ..model.tree import ModelTree, join
 from ..preparation.process import plain_mode
 from ..reports import ExportReport, first_of, shown
@@ -51,7 +50,7 @@ from .base_quantization import (
 )
 from .beside import are_copies, copy_files, files_beside
 from .measure import measure_merge
-from .reader import load_manifest, saved_manifest
+from .reader import lazy_tensors, load_manifest, saved_manifest
 from .sides import read_merged
 
 _CARD = """\
@@ -302,12 +301,9 @@ def _taken_over(
         return {}, f"{told} were left out, because {why}: {first_of([*parts])}"
 
     if settings is not None and not has_codes:
-        for config in configs_of_all(model):
-            settings = getattr(config, "quantization_config", None)
-            if settings is not None:
-                skip_layers(settings, [*skipped_layers(settings), *parts])
+        skip_layers(model, [*skipped_layers(settings), *parts])
 
-    return {name: stored.lazy() for name, stored in unexpected.items()}, ""
+    return lazy_tensors(unexpected), ""
 
 
 def _card(

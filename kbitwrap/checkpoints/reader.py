@@ -272,6 +272,11 @@ def tied_names(model: Any) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
+def lazy_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Return tensors in files by the same names, each read when it is asked for."""
+    return {name: one.lazy() for name, one in stored.items()}
+
+
 def adapter_file(folder: Path) -> Path | None:
     """Find the file of the adapter that PEFT saved in a folder: of one in both formats, the safetensors file."""
     for suffix in (".safetensors", _PICKLED):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ..config import StrPath
 from ..errors import ConfigError
+from ..export.configs import cached_path
 from ..export.export import saved_tensors
 from ..export.merge import merge_into
 from ..export.plain import is_transposed, make_plain
@@ -23,7 +23,7 @@ from ..model.pretrained import load_pretrained
 from ..model.quantization import is_quantized_layer, library_dequantizer
 from ..model.tree import ModelTree, join
 from ..model.wrappers import unwrap
-from .reader import SavedCheckpoint, open_checkpoint, tied_names
+from .reader import SavedCheckpoint, lazy_tensors, open_checkpoint, tied_names
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,7 @@ def read_merged(path: Path, trust_remote_code: bool = False) -> Side:
 
     meta = checkpoint.meta_model()
     ties = None if meta is None else tied_names(meta)
-    tensors = {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
-    return Side(tensors, ties, dtype=checkpoint.dtype)
+    return Side(lazy_tensors(checkpoint.tensors), ties, dtype=checkpoint.dtype)
 
 
 def walk_merged(model: Any) -> Side:
@@ -152,30 +151,13 @@ def original_tensors(base: StrPath) -> dict[str, Tensor]:
     if checkpoint is None or checkpoint.is_quantized:
         return {}
 
-    return {name: stored.lazy() for name, stored in checkpoint.tensors.items()}
+    return lazy_tensors(checkpoint.tensors)
 
 
 def files_of_base(base: StrPath) -> SavedCheckpoint | None:
     """Return the tensors in the files of a base; ``None`` where they are of a kind that is not read here."""
-    folder = _folder_of(base)
+    config = cached_path(base, "config.json")  # in its folder, or in its snapshot
     try:
-        return None if folder is None else open_checkpoint(folder)
+        return None if config is None else open_checkpoint(config.parent)
     except ConfigError:  # what loads it need not be safetensors
         return None
-
-
-def _folder_of(base: StrPath) -> Path | None:
-    """Return the folder of a base, or of its snapshot in the hub's cache."""
-    from transformers.utils.hub import cached_file
-
-    if os.path.isdir(base):
-        return Path(base)
-
-    found = cached_file(
-        os.fspath(base),
-        "config.json",
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found).parent

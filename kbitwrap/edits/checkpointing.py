@@ -220,19 +220,6 @@ def refuse_without_checkpointing(tree: ModelTree) -> None:
         )
 
 
-def refuse_without_embeddings(model: nn.Module) -> None:
-    """Raise for a model whose input embeddings cannot be hooked.
-
-    It has no method that hooks them, and none that returns them.
-    """
-    methods = ("enable_input_require_grads", "get_input_embeddings")
-    if not any(hasattr(model, method) for method in methods):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no get_input_embeddings() whose output could be made to require grad; prepare "
-            "it with input_require_grads=False, or with gradient_checkpointing_kwargs={'use_reentrant': False}"
-        )
-
-
 def checkpoint(
     tree: ModelTree, config: PrepareConfig, quantization: Quantization
 ) -> Edit:
@@ -254,8 +241,12 @@ def checkpoint(
         is_reentrant = use_reentrant is None or bool(use_reentrant)
         hook_inputs = enable and is_reentrant
         hook_blocks = enable and not is_reentrant
-    if hook_inputs:
-        refuse_without_embeddings(tree.model)
+    methods = ("enable_input_require_grads", "get_input_embeddings")
+    if hook_inputs and not any(hasattr(tree.model, method) for method in methods):
+        raise UnsupportedModelError(
+            f"{type(tree.model).__name__} has no get_input_embeddings() whose output could be made to require grad; "
+            "prepare it with input_require_grads=False, or with gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
 
     def apply(journal: Journal, tree: ModelTree) -> None:
         hooks = Hooks(tree)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,20 +48,10 @@ def _base_fields(live: Any, source: Any, name: str) -> _Fields | None:
     ``None`` is returned where there is none, or it is another model's: its kind, its
     positions or its experts are others.
     """
-    from transformers.utils.hub import cached_file
-
+    path = cached_path(source, name)
     file = None  # what lies there by now may be anything
-    # a folder that is gone is no name on the hub
     with contextlib.suppress(OSError, ValueError):
-        path = source and cached_file(
-            source,
-            name,
-            local_files_only=True,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        file = json.loads(Path(path).read_text("utf-8")) if path else None
+        file = None if path is None else json.loads(path.read_text("utf-8"))
 
     # all of the file is of the config's kind, or a part such as ``text_config``
     after = _fields_of(live)
@@ -77,6 +68,24 @@ def _base_fields(live: Any, source: Any, name: str) -> _Fields | None:
     except LookupError:
         return None
     return fields if _read(live, fields) == after else None
+
+
+def cached_path(source: Any, name: str) -> Path | None:
+    """Find a file of a model in its folder, or in the hub's cache; ``None`` where it is in neither."""
+    from transformers.utils.hub import cached_file
+
+    # a folder that is gone is no name on the hub
+    with contextlib.suppress(OSError, ValueError):
+        found = source and cached_file(
+            os.fspath(source),
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return Path(found) if found else None
+    return None
 
 
 def _fields_of(config: Any) -> _Fields:

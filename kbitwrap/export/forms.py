@@ -12,11 +12,11 @@ from torch import nn
 
 from ..errors import ConfigError, ExportError
 from ..model.quantization import (
+    SKIPPED_LAYERS,
     Quantization,
     is_computed_by_library,
     is_linear,
     is_quantized_layer,
-    skip_layers,
 )
 from ..model.tree import join
 from .ties import configs_of_all
@@ -134,10 +134,16 @@ def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:
     for name in others:
         if not any(fqn.endswith(name) for fqn in quantized):
             names[name] = None
+    skip_layers(model, [*names])
+
+
+def skip_layers(model: nn.Module, fqns: Sequence[str]) -> None:
+    """Name, in the configs of a model, all layers that are not to be quantized."""
     for config in configs_of_all(model):
         settings = getattr(config, "quantization_config", None)
         if settings is not None:
-            skip_layers(settings, [*names])
+            fields = settings if isinstance(settings, dict) else vars(settings)
+            fields[SKIPPED_LAYERS] = [*fqns]
 
 
 def _holds_matrices(module: nn.Module) -> bool:

@@ -254,15 +254,26 @@ class Gathering:
         """
         _refuse_lost_scales(tensor, was)
         parameter = tensor.parameter
-        is_converted = isinstance(held, ParameterStorage) and held.converts(parameter)
-        stored = held if is_converted else None
+        stored = None
+        if isinstance(held, ParameterStorage) and held.converts(parameter):
+            stored = held
         shape = held.shape if isinstance(held, RuntimeState) else was.shape
         index = self._add(tensor, shape)
-        promised = _lazy_class(was.quantized_class)(
-            self._tensors[index].shape or shape,
-            parameter.dtype if stored is None else stored.dtype,
-            lambda: self._read_original(index, was, stored, original),
-        )
+
+        def read() -> Tensor:
+            """Read the whole; a frozen one must hold what was recorded, a trained one is noted."""
+            value = self._read(index)
+            if stored is not None:
+                value = stored.original_of(value)
+            if original.differs(was, value):
+                if not parameter.requires_grad:
+                    raise self._error(drift_of(tensor.fqn), fqn=tensor.fqn)
+                self.trained.append(tensor.fqn)
+            return value
+
+        dtype = parameter.dtype if stored is None else stored.dtype
+        whole = self._tensors[index].shape or shape
+        promised = _lazy_class(was.quantized_class)(whole, dtype, read)
         if was.quant_state is not None:
             state = was.quant_state()
             if isinstance(held, RuntimeState):
@@ -272,25 +283,6 @@ class Gathering:
             vars(promised)["SCB"] = getattr(parameter, "SCB", None)
 
         return promised
-
-    def _read_original(
-        self, index: int, was: ParameterRecord, stored: Any, original: Original
-    ) -> Tensor:
-        """Read the whole of a parameter, in the dtype from before it was cast.
-
-        A frozen one must hold what was recorded; a trained one is noted.
-        """
-        value = self._read(index)
-        if stored is not None:
-            value = stored.original_of(value)
-
-        if original.differs(was, value):
-            one = self._tensors[index]
-            if not one.parameter.requires_grad:
-                raise self._error(drift_of(one.fqn), fqn=one.fqn)
-            self.trained.append(one.fqn)
-
-        return value
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -328,6 +320,10 @@ class Gathering:
                     "prepared and sharded in the same way"
                 )
 
+    # What rank 0 does, and what the others do meanwhile. Rank 0 tells them one thing
+    # after the other: the number of a tensor, which all ranks then gather; and at the
+    # end ``None``, or the class and the words of the error that ended it.
+
     def lead(self, read: Callable[[], T]) -> T:
         """Call ``read`` on rank 0 while all other ranks help to gather.
 
@@ -349,11 +345,13 @@ class Gathering:
         """
         if not self.is_sharded:
             yield from values
-            return
-        if distributed.get_rank() != 0:
+        elif distributed.get_rank() == 0:
+            yield from self._lead(values)
+        else:
             self._follow()
-            return
 
+    def _lead(self, values: Iterator[T]) -> Iterator[T]:
+        """Hand out values, whose sharded tensors are gathered by `_read`, and tell how it ended."""
         failure = None
         try:
             yield from values
@@ -372,19 +370,16 @@ class Gathering:
                 self._open(None)
 
     def _follow(self) -> None:
-        """Gather what rank 0 announces by its number, and raise what it raised.
-
-        Last it tells the class of its error and the message, or ``None``.
-        """
+        """Gather each tensor whose number rank 0 tells, and raise the error that ended it there."""
         with self._together("what rank 0 announces"):
-            message = _tell(None)
-            while isinstance(message, int):
-                self._gather(message)
-                message = _tell(None)
+            told = _tell(None)
+            while isinstance(told, int):
+                self._gather(told)
+                told = _tell(None)
             self._open(None)
-        if message is not None:
-            error, text = message
-            raise error(f"rank 0 could not {self._verb}: {text}")
+        if told is not None:
+            error, words = told
+            raise error(f"rank 0 could not {self._verb}: {words}")
 
 
 def _refuse_lost_scales(tensor: NamedTensor, was: ParameterRecord) -> None:

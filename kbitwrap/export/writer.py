@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,39 +222,28 @@ def write_safetensors(
             file.write(header)
             for name in by_lineage(tensors, offsets):
                 file.seek(len(header) + offsets[name])
-                _write_tensor(file, name, tensors[name], *announced[name], progress)
+                dtype, shape = announced[name]
+                left = shape.numel()
+                is_same = tensors[name].shape == shape
+                for piece in pieces(tensors[name]):
+                    is_same = is_same and piece.dtype == dtype
+                    left -= piece.numel()
+                    file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
+                    if progress is not None:
+                        progress(piece.nbytes)
+                    del piece  # its memory is free while the next one is computed
+
+                if left or not is_same:
+                    raise ExportError(
+                        f"{name}: expected {shape.numel()} values of {dtype} in the "
+                        f"shape {tuple(shape)}, found others: the tensor changed while "
+                        "it was exported; export while nothing changes it",
+                        fqn=name,
+                    )
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
-
-
-def _write_tensor(
-    file: BinaryIO,
-    name: str,
-    tensor: Tensor,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    progress: Progress | None,
-) -> None:
-    """Write a tensor's values, or raise if they are others than announced."""
-    left = shape.numel()
-    is_same = tensor.shape == shape
-    for piece in pieces(tensor):
-        is_same = is_same and piece.dtype == dtype
-        left -= piece.numel()
-        file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
-        if progress is not None:
-            progress(piece.nbytes)
-        del piece  # its memory is free while the next one is computed
-
-    if left or not is_same:
-        raise ExportError(
-            f"{name}: expected {shape.numel()} values of {dtype} in the shape "
-            f"{tuple(shape)}, found others: the tensor changed while it was exported; "
-            "export while nothing changes it",
-            fqn=name,
-        )
 
 
 def _header(tensors: Tensors, metadata: Metadata) -> tuple[bytes, dict[str, int]]:

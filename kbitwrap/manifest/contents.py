@@ -68,36 +68,16 @@ def read_contents(
     """
     gathering = Gathering(tree, preparation, "make a manifest", ManifestError)
     remedy = "Make or check a manifest while all of them are loaded"
-    with plain_mode():
-        with gathering.agreeing():
-            try:
-                refuse_unreadable(
-                    tree, allow_sharded=gathering.is_sharded, remedy=remedy
-                )
-                twin = build_twin(tree, preparation, gathering).model
-            except ExportError as error:
-                raise ManifestError(
-                    f"cannot determine the original base: {error}", fqn=error.fqn
-                ) from error
+    with plain_mode(), gathering.agreeing():
+        try:
+            refuse_unreadable(tree, allow_sharded=gathering.is_sharded, remedy=remedy)
+            twin = build_twin(tree, preparation, gathering).model
+        except ExportError as error:
+            raise ManifestError(
+                f"cannot determine the original base: {error}", fqn=error.fqn
+            ) from error
 
-        return gathering.lead(
-            lambda: _read(twin, tree, preparation, gathering, progress, reads_pending)
-        )
-
-
-def _read(
-    twin: nn.Module,
-    tree: ModelTree,
-    preparation: Preparation | None,
-    gathering: Gathering,
-    progress: bool,
-    reads_pending: bool,
-) -> Contents:
-    """Read the contents of a twin of a live model, which has the originals.
-
-    The live model says which of them are parameters, and what its preparation left of
-    each. The layers that are pending are quantized one at a time.
-    """
+    # The live model says which of the twin's originals are parameters.
     live: dict[str, Tensor | None] = {}
     for node in tree.base:
         for held in (node.module._parameters, node.module._buffers):
@@ -109,33 +89,38 @@ def _read(
     ties = _ties({fqn: originals[fqn] for fqn in parameters})
     pending = {fqn: layer for fqn, layer in twin.named_modules() if is_pending(layer)}
     layers = {join(fqn, "weight"): layer for fqn, layer in pending.items()}
-    bar = tqdm(
-        originals, desc="digest", unit="tensor", disable=not progress, leave=False
-    )
-    tensors: dict[str, TensorRecord] = {}
-    for fqn in bar:
-        if fqn not in layers:
-            tensors[fqn] = _record(
-                fqn, originals[fqn], live.get(fqn), ties.get(fqn), tree, preparation
-            )
-        elif reads_pending:
-            tensors |= records_of_layer(fqn, quantized_layer(layers[fqn]))
 
-    dtype = None
-    for fqn in parameters:
-        one: Any = live[fqn]
-        is_plain = one.is_floating_point() and not is_quantized_parameter(one)
-        if dtype is None and is_plain:
-            dtype = tensors[fqn].original_dtype
+    def read() -> Contents:
+        bar = tqdm(
+            originals, desc="digest", unit="tensor", disable=not progress, leave=False
+        )
+        tensors: dict[str, TensorRecord] = {}
+        for fqn in bar:
+            if fqn not in layers:
+                tensors[fqn] = _record(
+                    fqn, originals[fqn], live.get(fqn), ties.get(fqn), tree, preparation
+                )
+            elif reads_pending:  # they are quantized one at a time
+                tensors |= records_of_layer(fqn, quantized_layer(layers[fqn]))
 
-    trained = [] if preparation is None else preparation.changes(tree).trained
-    return Contents(
-        model_record(twin, dtype),
-        tensors,
-        _adapters(tree),
-        trained=(*trained, *gathering.trained),
-        unread=frozenset() if reads_pending else frozenset(pending),
-    )
+        dtype = None
+        for fqn in parameters:
+            one: Any = live[fqn]
+            is_plain = one.is_floating_point() and not is_quantized_parameter(one)
+            if dtype is None and is_plain:
+                dtype = tensors[fqn].original_dtype
+
+        trained = [] if preparation is None else preparation.changes(tree).trained
+        return Contents(
+            model_record(twin, dtype),
+            tensors,
+            _adapters(tree),
+            trained=(*trained, *gathering.trained),
+            unread=frozenset() if reads_pending else frozenset(pending),
+        )
+
+    with plain_mode():
+        return gathering.lead(read)
 
 
 def _record(

@@ -376,6 +376,15 @@ def classes_of(auto_class: str, config: Any) -> list[Any]:
     return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
+def own_settings(config: Any) -> Any:
+    """Return the quantization config in that of a model, or of its text part; ``None`` where there is none."""
+    for one in (config, config.get_text_config(decoder=True)):
+        own = getattr(one, "quantization_config", None)
+        if own is not None:
+            return own
+    return None
+
+
 def _quantizer(config: Any, quantization_config: Any) -> Any:
     """Make the quantizer of transformers, or ``None``.
 
@@ -390,9 +399,7 @@ def _quantizer(config: Any, quantization_config: Any) -> Any:
             f"found {quantization_config!r}"
         )
 
-    configs = (config, config.get_text_config(decoder=True))
-    found = [getattr(one, "quantization_config", None) for one in configs]
-    own: Any = next((one for one in found if one is not None), None)
+    own = own_settings(config)
     settings: Any = copy.deepcopy(quantization_config)
     is_quantized = own is not None and AutoHfQuantizer.supports_quant_method(
         as_plain(own)

@@ -377,12 +377,6 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, conv))
 
 
-def skip_layers(settings: Any, fqns: Sequence[str]) -> None:
-    """Name, in a config of bitsandbytes, all layers that are not to be quantized."""
-    fields = settings if isinstance(settings, dict) else vars(settings)
-    fields[SKIPPED_LAYERS] = [*fqns]
-
-
 def skipped_layers(settings: Any) -> list[str]:
     """Return the layers that a config of bitsandbytes names as not to be quantized."""
     fields = settings if isinstance(settings, dict) else vars(settings)

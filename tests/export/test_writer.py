@@ -202,7 +202,7 @@ def test_an_error_of_the_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest
     def fail(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer_module, "_write_tensor", fail)
+    monkeypatch.setattr(writer_module, "pieces", fail)
     with pytest.raises(OSError, match="No space left"):
         write_safetensors(tmp_path / "file", {"a": torch.ones(3), "b": torch.ones(5)})
     assert names_in(tmp_path) == []
