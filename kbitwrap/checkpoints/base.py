@@ -336,9 +336,7 @@ def _class_name(
         own = [name for name in names if name in (config.architectures or ())]
         return next(iter(own + names), None)
 
-    modules = set()
-    for fqn in saved.held:
-        modules.add((fqn.rpartition(".")[0], fqn.rsplit(".", 2)[0]))
+    modules = {(fqn.rpartition(".")[0], fqn.rsplit(".", 2)[0]) for fqn in saved.held}
 
     tried = copy.deepcopy(config)
     candidates = [None]
@@ -427,9 +425,6 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
     for layer in vocabulary_layers(model):
         held.update(layer.parameters(recurse=False))
 
-    found = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in held and not is_quantized_parameter(parameter):
-            found[fqn] = parameter
-
-    return found
+    named = model.named_parameters(remove_duplicate=False)
+    plain = [pair for pair in named if not is_quantized_parameter(pair[1])]
+    return {fqn: parameter for fqn, parameter in plain if parameter in held}

@@ -97,9 +97,25 @@ def find_quantization(
         return BaseQuantization(own, OF_BASE)
 
     if manifest is not None and QUANTIZATION not in manifest.unknown:
-        config = recorded_quantization(manifest) or {}
-        if given is not None:
-            config = _in_recorded_dtype(manifest, given or {})
+        if given is None:
+            config = recorded_quantization(manifest) or {}
+            return BaseQuantization(config, OF_MANIFEST)
+
+        recorded = manifest.model.quantization.config
+        kinds = kind_of(recorded), kind_of(given or {})
+        if None not in kinds and kinds[0] is not kinds[1]:
+            raise ManifestMismatchError(
+                f"the manifest records {kinds[0]} as the quantization of the base in training, and {kinds[1]} was "
+                "given",
+                different={"": {"quantization": kinds}},
+            )
+
+        # Other settings are compared after loading. The run's dtype to compute in is
+        # taken, which changes no weight.
+        config = {**(given or {})}
+        config.pop(_COMPUTE_DTYPE, None)
+        if given and recorded.get(_COMPUTE_DTYPE) is not None:
+            config[_COMPUTE_DTYPE] = recorded[_COMPUTE_DTYPE]
         return BaseQuantization(config, OF_MANIFEST)
 
     if saved is not None and saved.config_of_model:
@@ -119,27 +135,6 @@ def own_quantization(
     """
     own = own_settings(read_config(base, trust_remote_code))
     return as_plain(own)  # type: ignore[no-any-return]
-
-
-def _in_recorded_dtype(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config that was given, with the run's dtype to compute in, which changes no weight.
-
-    Raise where the manifest records another kind; other settings are compared after loading.
-    """
-    recorded = manifest.model.quantization.config
-    kinds = kind_of(recorded), kind_of(given)
-    if None not in kinds and kinds[0] is not kinds[1]:
-        raise ManifestMismatchError(
-            f"the manifest records {kinds[0]} as the quantization of the base in training, and {kinds[1]} was given",
-            different={"": {"quantization": kinds}},
-        )
-
-    settings = {**given}
-    settings.pop(_COMPUTE_DTYPE, None)
-    if given and recorded.get(_COMPUTE_DTYPE) is not None:
-        settings[_COMPUTE_DTYPE] = recorded[_COMPUTE_DTYPE]
-
-    return settings
 
 
 def _refuse_other(holder: str, recorded: Mapping[str, Any], given: Any) -> None:

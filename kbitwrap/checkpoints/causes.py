@@ -105,19 +105,6 @@ def _explains(against: ComparisonSums, figures: Figures) -> bool:
     return min(by_rounding, 1.0) - slack <= kept <= max(by_rounding, 1.0) + slack
 
 
-def _is_lost(figures: Sequence[Figures]) -> bool:
-    """Return whether quantized tensors together lack a part of the delta, which each may lack by chance."""
-    delta = off_along = variance = 0.0
-    for one in figures:
-        if one.is_quantized and one.delta:
-            delta += one.delta
-            off_along += one.nearest.off_along
-            variance += one.delta * one.nearest.off / math.prod(one.shape)
-
-    allowed = _OF_KEPT * delta + _DEVIATIONS * math.sqrt(variance)
-    return abs(off_along) > allowed
-
-
 def find_causes(
     figures: Sequence[Figures], copies: Collection[str], tied: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
@@ -134,7 +121,15 @@ def find_causes(
         for leaf in one.leaves:
             alike[leaf.shape].append(leaf)
 
-    is_lost = _is_lost(figures)
+    # Quantized tensors together may lack a part of the delta, which each may lack by chance.
+    delta = off_along = variance = 0.0
+    for one in figures:
+        if one.is_quantized and one.delta:
+            delta += one.delta
+            off_along += one.nearest.off_along
+            variance += one.delta * one.nearest.off / math.prod(one.shape)
+
+    is_lost = abs(off_along) > _OF_KEPT * delta + _DEVIATIONS * math.sqrt(variance)
     causes = {}
     for one in figures:
         is_short = is_lost and one.is_quantized and one.delta

@@ -335,12 +335,11 @@ def _weight_files(folder: Path) -> tuple[list[str], str | None]:
         if (folder / single).is_file():
             return [single], None
 
-        names = []
-        for path in folder.glob(f"{beginning}*{Path(single).suffix}"):
-            if path.is_file() and not path.name.startswith(_ADAPTER):
-                names.append(path.name)
+        found = folder.glob(f"{beginning}*{Path(single).suffix}")
+        names = sorted(path.name for path in found if path.is_file())
+        names = [name for name in names if not name.startswith(_ADAPTER)]
         if names:
-            return sorted(names), None
+            return names, None
 
     return [], None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -28,23 +29,22 @@ def _is_exact(original: torch.dtype, dtype: torch.dtype) -> bool:
     return original in HALF_DTYPES and dtype == torch.float32
 
 
+@dataclass(eq=False)
 class Adapters(Slot):
     """The storage of adapters' parameters, which go back together.
 
     They stay cast where one of them was trained. A suspension computes with the dtype
     that they are trained in.
 
-    Args:
+    Attributes:
         storages: The storage of each parameter before the cast.
         dtype: The dtype that they are cast to.
     """
 
     is_lasting = True
 
-    def __init__(
-        self, storages: Sequence[ParameterStorage], dtype: torch.dtype
-    ) -> None:
-        self._storages, self._dtype = storages, dtype
+    storages: Sequence[ParameterStorage]
+    dtype: torch.dtype
 
     def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Put the dtypes back where nothing was trained.
@@ -53,7 +53,7 @@ class Adapters(Slot):
         cast since.
         """
         there = []
-        for storage in self._storages:
+        for storage in self.storages:
             parameter = storage.record.there()
             if parameter is not None:
                 there.append((storage, parameter))
@@ -62,8 +62,8 @@ class Adapters(Slot):
         for storage, parameter in there:
             if not (is_trained or storage.converts(parameter)):
                 continue
-            if parameter.dtype != self._dtype and not is_sharded_tensor(parameter):
-                storage.give(parameter, parameter.data.to(self._dtype))
+            if parameter.dtype != self.dtype and not is_sharded_tensor(parameter):
+                storage.give(parameter, parameter.data.to(self.dtype))
             if not is_trained:
                 storage.record.saw(parameter)  # others may have given it other memory
                 storage.undo(tree, Undoing())
@@ -80,7 +80,7 @@ class Adapters(Slot):
             return True
         value = parameter.data
         if storage.converts(parameter):
-            stored = value.to(self._dtype)
+            stored = value.to(self.dtype)
             value = value if bool(differ(value, stored)) else stored
         return storage.find(value).is_trained
 

@@ -154,10 +154,8 @@ class Hooks(Slot):
         A user's hook that was removed meanwhile stays away, and a new one stays.
         """
         for hooks, before, removed in value:
-            back = {}
-            for key, hook in before.items():
-                if key in removed or key in hooks:
-                    back[key] = hook
+            gone = before.keys() - hooks.keys() - {*removed}
+            back = {key: before[key] for key in before if key not in gone}
             back |= hooks
             hooks.clear()
             hooks.update(back)

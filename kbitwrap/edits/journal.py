@@ -81,26 +81,27 @@ class Slot:
         """
 
 
+@dataclass(eq=False)
 class Suspended(Slot):
     """A slot on the way back from a suspension, and what it held before that."""
 
-    def __init__(self, slot: Slot, value: Any) -> None:
-        self.slot, self.value = slot, value
+    slot: Slot
+    value: Any
 
     def undo(self, tree: Any, undoing: Undoing) -> None:
         """Write what the suspension read."""
         self.slot.resume(tree, self.value)
 
 
+@dataclass(eq=False)
 class Call(Slot):
     """A call that is made on the way back."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
+    call: Callable[[], object]
 
     def undo(self, tree: Any, undoing: Undoing) -> None:
         """Make the call."""
-        self._call()
+        self.call()
 
 
 def finish(call: Callable[..., T], *args: Any) -> T:

@@ -10,6 +10,7 @@ its bits there have the recorded digest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -368,46 +369,38 @@ def store(
     return apply
 
 
+@dataclass(eq=False)
 class Copy(OriginalSlot):
     """PEFT's copy of an upcast parameter, which undoing rounds.
 
-    Args:
+    Attributes:
         record: The record of the copy.
-        parameter: The copy.
         dtype: The dtype of the original.
+        parameter: The copy.
         is_base: Whether it is a parameter of the base, which others cast.
         is_resized: Whether it has another shape than the original.
     """
 
-    def __init__(
-        self,
-        record: ParameterRecord,
-        parameter: nn.Parameter,
-        dtype: torch.dtype,
-        *,
-        is_base: bool,
-        is_resized: bool,
-    ) -> None:
-        self.record = record
-        self.dtype = dtype
-        self.is_base = is_base
-        self.is_resized = is_resized
-        self._parameter = parameter
+    record: ParameterRecord
+    dtype: torch.dtype
+    parameter: nn.Parameter
+    is_base: bool
+    is_resized: bool
 
     def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Round the value to the original dtype; the Parameter object stays."""
         is_unchanged = self.is_base and self.record.fqn not in undoing.changed
         if undoing.policy == "error" and not is_unchanged:
             raise self.trained_error()
-        self.give(self._parameter, self._parameter.data.to(self.dtype))
+        self.give(self.parameter, self.parameter.data.to(self.dtype))
 
     def read(self, tree: ModelTree) -> Tensor:
         """Return the exact float32 value."""
-        return self._parameter.data
+        return self.parameter.data
 
     def resume(self, tree: ModelTree, value: Tensor) -> None:
         """Store the float32 value, but for what others wrote."""
-        self.give_again(self._parameter, value, value.to(self.dtype))
+        self.give_again(self.parameter, value, value.to(self.dtype))
 
     def original(self, parameter: Tensor) -> Tensor:
         """Return the live parameter, rounded to the original dtype when it is used."""

@@ -14,9 +14,10 @@ from ..errors import ConfigError, ExportError
 from ..model.quantization import (
     SKIPPED_LAYERS,
     Quantization,
-    is_computed_by_library,
     is_linear,
     is_quantized_layer,
+    library_dequantizer,
+    quantized_stacks,
 )
 from ..model.tree import join
 from .ties import configs_of_all
@@ -93,8 +94,9 @@ def fused_layer(fqn: str) -> str:
 
 
 def stays_quantized(module: nn.Module) -> bool:
-    """Return whether a module of a merged model is quantized."""
-    return is_quantized_layer(module) or is_computed_by_library(module)
+    """Return whether a module of a merged model is quantized, or holds quantized stacks of experts."""
+    is_of_library = library_dequantizer(module) is not None
+    return is_of_library or is_quantized_layer(module) or bool(quantized_stacks(module))
 
 
 def skip_plain_layers(model: nn.Module, quantized: Sequence[str]) -> None:

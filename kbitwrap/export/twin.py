@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ class Twin:
     converted: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class _Copier:
     """Copies a model's modules as shells, with the original tensors and configs.
 
@@ -84,12 +85,13 @@ class _Copier:
         promised: The twin's tensors, each the same at all places of the parameter.
     """
 
-    def __init__(self, tree: ModelTree) -> None:
-        self.tree = tree
-        self.held: _Held = {}
-        self.rewritten: Sequence[ForwardState] = ()
-        self.original: Original | None = None
-        self.promised: _Promised = {}
+    tree: ModelTree
+    promised: _Promised = field(default_factory=dict)
+    held: _Held = field(default_factory=dict)
+    rewritten: Sequence[ForwardState] = ()
+    original: Original | None = None
+
+    def __post_init__(self) -> None:
         self._memo: dict[int, Any] = {}  # of configs, for ``copy.deepcopy``
         self._shells: dict[int, nn.Module] = {}
         self._peeled: list[Peeled] = []
@@ -119,7 +121,13 @@ class _Copier:
         A module that is there twice has one shell.
         """
         base, wrappers = unwrap(module)
-        _refuse_merged(fqn, wrappers)
+        if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
+            # A merge that is taken back leaves rounding, so it is not taken back here.
+            raise ExportError(
+                f"{fqn or 'the model'}: an adapter is merged into its weight, which has "
+                "changed; export before merging, or load the base again",
+                fqn=fqn,
+            )
         shell = self._shells.get(id(base))
         is_new = shell is None
         if shell is None:
@@ -252,19 +260,6 @@ def promise_adapters(twin: Twin, gathering: Gathering) -> None:
     """
     for peeled in twin.peeled:
         peeled.wrappers = tuple(map(gathering.shell, peeled.wrappers))
-
-
-def _refuse_merged(fqn: str, wrappers: tuple[nn.Module, ...]) -> None:
-    """Raise where PEFT has merged an adapter into what it wraps.
-
-    A merge that is taken back leaves rounding, so it is not taken back here.
-    """
-    if any(getattr(wrapper, "merged", False) for wrapper in wrappers):
-        raise ExportError(
-            f"{fqn or 'the model'}: an adapter is merged into its weight, which has "
-            "changed; export before merging, or load the base again",
-            fqn=fqn,
-        )
 
 
 def _refuse_replaced(changes: Changes) -> None:

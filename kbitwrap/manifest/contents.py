@@ -144,7 +144,8 @@ def _record(
         known = tree.found(live)
         if known is not None:
             flag = preparation.before.flag(known)
-            left = preparation.left_of(known)
+            if preparation.after is not None:
+                left = preparation.after.parameters.get(known)
 
     if was is None and not is_dense(original):
         raise ManifestError(

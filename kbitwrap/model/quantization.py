@@ -366,11 +366,6 @@ def library_dequantizer(module: nn.Module) -> Callable[[], Tensor] | None:
     return module.dequantize if is_made_plain(module) else None  # type: ignore[return-value]
 
 
-def is_computed_by_library(module: nn.Module) -> bool:
-    """Return whether a library other than bitsandbytes, or its stacks of experts, computes a weight."""
-    return library_dequantizer(module) is not None or bool(quantized_stacks(module))
-
-
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is of a class whose layers quantizers replace."""
     conv = loaded_class("transformers.pytorch_utils", "Conv1D")

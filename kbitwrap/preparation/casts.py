@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -48,10 +49,11 @@ def refuse_unknown_engine(engine: object) -> None:
         )
 
 
+@dataclass(eq=False)
 class Casts:
     """Finds what is cast, by the settings and by how the model is quantized.
 
-    Args:
+    Attributes:
         tree: The walk of the model, on a device or on the meta device.
         config: The settings.
         quantization: How the model is quantized, as found, or as PEFT would find it.
@@ -59,26 +61,18 @@ class Casts:
             treats them.
         engine: The engine that will shard the model, of `ENGINES`; ``None``: none is
             known.
-
-    Attributes:
-        base: The parameters that are prepared, each once.
     """
 
-    def __init__(
-        self,
-        tree: ModelTree,
-        config: PrepareConfig,
-        quantization: Quantization,
-        freeze_adapters: bool = False,
-        engine: str | None = None,
-    ) -> None:
-        self.tree = tree
-        self.engine = engine
-        self.config = config
-        self.quantization = quantization
-        self.freeze_adapters = freeze_adapters
-        # all but adapters', unless these are to be treated alike
-        self.base = prepared_tensors(tree, freeze_adapters)
+    tree: ModelTree
+    config: PrepareConfig
+    quantization: Quantization
+    freeze_adapters: bool = False
+    engine: str | None = None
+
+    @functools.cached_property
+    def base(self) -> _Tensors:
+        """The parameters that are prepared, each once: all but adapters', unless these are treated alike."""
+        return prepared_tensors(self.tree, self.freeze_adapters)
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:

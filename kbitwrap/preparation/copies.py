@@ -55,20 +55,17 @@ def copies_of(
         original = own or resized.get(id(parameter))
         if original is None and is_adapters and named in there:
             # A copy beside the original: who cast the one cast the other.
-            is_cast_alike = there[named].dtype == parameter.dtype
-            original = named if is_cast_alike else None
+            if there[named].dtype == parameter.dtype:
+                original = named
         elif original is None and named not in there and not is_adapters:
             # In the place of the original, which is gone: what others cast after it was
             # trained, and a copy, have a mark on their module; a user's module has none.
-            is_marked = before.records.mark_of(tensor.module) is not None
             is_shard = named in tree.sharded.values()
-            original = named if is_marked and not is_shard else None
-        if original is None:
-            dtype = before.records.dtype_before(tensor.module, tensor.name)
-        else:
-            dtype = original.dtype
-            if original.quantized_class is not None:
-                continue
+            if before.records.mark_of(tensor.module) is not None and not is_shard:
+                original = named
+        dtype = before.records.dtype_before(tensor.module, tensor.name)
+        if original is not None:
+            dtype = None if original.quantized_class is not None else original.dtype
         if dtype is None or dtype == parameter.dtype:
             continue
         if own is None and dtype not in HALF_DTYPES:
@@ -77,14 +74,10 @@ def copies_of(
             continue
         is_trained = parameter.requires_grad or is_adapters
         like = original or named
-        copy = Copy(
-            own or tree.record(tensor),
-            parameter,
-            dtype,
-            is_base=own is not None or not is_trained,
-            is_resized=like is not None and parameter.shape != like.shape,
-        )
-        found.append(copy)
+        is_base = own is not None or not is_trained
+        is_resized = like is not None and parameter.shape != like.shape
+        record = own or tree.record(tensor)
+        found.append(Copy(record, dtype, parameter, is_base, is_resized))
     return found
 
 

@@ -285,17 +285,15 @@ def write_plan(casts: Casts) -> Plan:
         *vars(tree.model).get(ASSUMED, ()),
     )
     base = {id(one.parameter): one.parameter for one in tree.base_tensors}
-    audited = [0]  # the bytes that a digest of a parameter holds
-    for parameter in base.values() if config.audit else ():
-        if not is_quantized_parameter(parameter) and is_dense(parameter):
-            audited.append(digest_bytes(parameter))
+    plain = [one for one in base.values() if not is_quantized_parameter(one)]
+    audited = [digest_bytes(one) for one in plain if config.audit and is_dense(one)]
     return Plan(
         config=config,
         quantization=quantization.method,
         edits=edits,
         by_role=casts.by_role(),
         added_bytes=sum(edit.added_bytes for edit in edits),
-        peak_bytes=max(peak_bytes(edits), *audited),
+        peak_bytes=max([peak_bytes(edits), *audited]),
         # of the half originals that PEFT's way frees, and an allocator keeps
         cache_bytes=sum(tensor.parameter.nbytes for tensor in casts.castable),
         record_bytes=sum(edit.record_bytes for edit in edits),

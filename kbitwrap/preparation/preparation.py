@@ -47,7 +47,7 @@ from .process import (
     refuse_retyping_under_ddp,
     reshard,
 )
-from .state import ModelState, Original, Values
+from .state import ModelState, Original
 from .training_on import warn_of_training_on
 
 _in_force: weakref.WeakValueDictionary[int, Preparation] = weakref.WeakValueDictionary()
@@ -227,10 +227,6 @@ class Preparation:
         with only_reading():
             return changes_of(self.before, tree, self.journal.of(OriginalSlot))
 
-    def left_of(self, record: ParameterRecord) -> Values | None:
-        """Return the state that a parameter was left in; ``None`` of one that is new."""
-        return None if self.after is None else self.after.parameters.get(record)
-
     def verify(self) -> StateDiff:
         """Compare the live model with what the preparation left."""
         with plain_mode():
@@ -385,8 +381,7 @@ class Preparation:
                 trained.append(copy.record.fqn)
             elif copy.record not in ours:
                 put_back.append(copy.record.fqn)  # cast by others
-        trained += [*changes.trained, *undoing.trained]
-        trained += buffers
+        trained += [*changes.trained, *undoing.trained, *buffers]
         replaced += [fqn for fqn in changes.replaced if fqn in self.before.base]
         replaced += [*changes.drifted, *undoing.replaced]
 

@@ -258,10 +258,10 @@ class LazyTensor(Tensor):
         results, structure = tree_flatten(func(*metas, **options))
 
         # the lazy tensors with storages of their own that the arguments are made of
-        sources = []
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, LazyTensor):
-                sources.append(leaf.lineage[-1])
+        leaves = [
+            one for one in tree_leaves((args, kwargs)) if isinstance(one, LazyTensor)
+        ]
+        sources = [leaf.lineage[-1] for leaf in leaves]
         by_storage = {_storage_key(source._meta): source for source in sources}
         parent = sources[0] if len(sources) == 1 else None
 
