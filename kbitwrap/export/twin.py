@@ -29,11 +29,11 @@ from ..model.bitsandbytes_layers import (
 from ..model.checks import TRANSPOSED_SCALES
 from ..model.quantization import has_runtime_state
 from ..model.records import Mark, ParameterRecord
-from ..model.tree import ModelTree, join, shallow_copy
+from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, join, shallow_copy
 from ..model.wrappers import class_before_sharding, unwrap
 from ..preparation.comparison import DECOMPRESSED, Changes
 from ..preparation.preparation import Preparation
-from ..preparation.state import Original, configs_of
+from ..preparation.state import Original
 from ..tensors.bits import content_digest
 from ..tensors.lazy import materialize
 from .sharding import Gathering, drift_of
@@ -169,9 +169,12 @@ class _Copier:
             if isinstance(value, _OURS) or name in _ADAPTER_ATTRIBUTES:
                 del fields[name]
 
-        for name, config in configs_of(module):
-            recorded = config if self.original is None else self.original.config(config)
-            fields[name] = copy.deepcopy(recorded, self._memo)
+        for name in CONFIG_ATTRIBUTES:
+            config = vars(module).get(name)
+            if hasattr(config, "save_pretrained"):
+                if self.original is not None:
+                    config = self.original.config(config)
+                fields[name] = copy.deepcopy(config, self._memo)
 
         for name, parameter in module._parameters.items():
             if self.original is not None and self.original.is_alias(module, name):

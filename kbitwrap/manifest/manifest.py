@@ -48,7 +48,7 @@ from .schema import (
     Row,
     TensorRecord,
     Text,
-    parse_json,
+    unique_keys,
 )
 
 FORMAT = "kbitwrap-manifest"
@@ -457,7 +457,7 @@ class Manifest(Report, ManifestPart):
             )
 
         try:
-            data = parse_json(text.decode())
+            data = json.loads(text.decode(), object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"{source}: expected JSON in UTF-8: {error}") from error
 

@@ -57,12 +57,8 @@ class ManifestPart(BaseModel):
         return new
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON; ``ValueError`` is raised on doubled keys."""
-    return json.loads(text, object_pairs_hook=_unique)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON; ``ValueError`` is raised on doubled keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key occurs twice in one object")

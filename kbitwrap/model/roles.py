@@ -68,7 +68,9 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
     There may be models inside the model.
     """
     found: list[nn.Module] = []
-    for node in tree.of_class(lambda cls: hasattr(cls, getter)):
+    for node in tree.modules:
+        if not hasattr(type(node.module), getter):
+            continue
         try:
             embeddings = getattr(node.module, getter)()
         except (NotImplementedError, AttributeError):

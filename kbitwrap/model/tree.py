@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -291,11 +291,7 @@ class ModelTree:
     @cached_property
     def adapters(self) -> list[Node]:
         """The modules of PEFT's classes."""
-        return self.of_class(is_adapter_class)
-
-    def of_class(self, is_one: Callable[[Any], bool]) -> list[Node]:
-        """Return the modules whose class a test holds for."""
-        return [node for node in self.modules if is_one(type(node.module))]
+        return [node for node in self.modules if is_adapter_class(type(node.module))]
 
     @cached_property
     def adapter_ids(self) -> set[int]:

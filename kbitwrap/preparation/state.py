@@ -21,7 +21,7 @@ from ..edits.checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
 from ..edits.journal import MISSING
 from ..edits.norms import Float32Forward, forward_slot
 from ..model.records import ParameterRecord, TensorRef
-from ..model.tree import CONFIG_ATTRIBUTES, ModelTree, join, only_reading
+from ..model.tree import ModelTree, join, only_reading
 from ..tensors.bits import begin_digest, content_digest, is_dense
 from ..tensors.devices import accelerators, function_of
 from ..tensors.upcast import UpcastTensor
@@ -169,12 +169,6 @@ class Original(ModelState):
             return True
         digest = self.digests.get(record)
         return digest is not None and content_digest(value) != digest()
-
-
-def configs_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the configs of a module that a checkpoint holds, by their attributes."""
-    found = [(name, vars(module).get(name)) for name in CONFIG_ATTRIBUTES]
-    return [pair for pair in found if hasattr(pair[1], "save_pretrained")]
 
 
 def saved_buffers(tree: ModelTree) -> dict[str, Tensor]:
