@@ -144,7 +144,7 @@ def _layout_of(saved: SavedAdapter, parameter: str) -> str:
 
     Raise `ConfigError` where it is a way that is not known.
     """
-    detail: Any = saved.config.get(_DETAIL) or {}
+    detail = saved.config.get(_DETAIL) or {}
     fields = detail.get("parameters", {}).get(parameter, saved.config)
     of_a = detail.get(_LAYOUT_OF_A, _BY_EXPERT)
     of_b = fields.get(_LAYOUT_OF_B, _BY_RANK)
@@ -182,7 +182,7 @@ def with_adapter(model: nn.Module, saved: SavedAdapter) -> nn.Module:
             # once more, because this says what is read
             loaded: Any = peft.set_peft_model_state_dict(adapted, given)
             places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-            written: dict[str, torch.Tensor] = {}
+            written = {}
             if loaded.unexpected_keys:  # what PEFT itself writes beside the adapter
                 written = get_peft_model_state_dict(adapted, save_embedding_layers=True)
         except Exception as error:  # whatever PEFT raises, the adapter does not fit

@@ -329,7 +329,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
         recorded[fqn] = torch.empty(record.shape, dtype=dtype, device="meta")
     originals = _by_all_names(checkpoint.meta_model(), recorded)
 
-    unexpected: list[str] = []
+    unexpected = []
     different: dict[str, Any] = {}
     for name, stored in checkpoint.tensors.items():
         original = _original(name, originals)

@@ -331,7 +331,7 @@ def _dtypes_in_training(options: DoctorOptions, merged: Side) -> _Dtypes:
     in half where it is quantized, and its merge may be a copy in the other half.
     """
     own = read_config(options.base, options.trust_remote_code).dtype
-    likely: _Dtypes = [None, merged.dtype]
+    likely = [None, merged.dtype]
     if own not in HALF_DTYPES and merged.dtype in HALF_DTYPES:
         likely = [merged.dtype, None, *HALF_DTYPES]
 

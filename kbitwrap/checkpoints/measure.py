@@ -203,7 +203,7 @@ def measure_merge(
 
     # What is neither the model's nor in the base's files. Buffers that older releases
     # saved are computed again by loading.
-    wrong: dict[str, tuple[str, str]] = {}
+    wrong = {}
     computed = {last_two(name) for name, _ in bare.named_buffers()}
     for name, tensor in merged.saved.items():
         known = known_name(name)
@@ -243,7 +243,7 @@ def measure_merge(
                 more.add(name)
     wanted = wanted + sorted(more.difference(wanted))
 
-    tied: dict[str, str] = {}
+    tied = {}
     copies = set()
     figures = []
     for number, name in enumerate(wanted):

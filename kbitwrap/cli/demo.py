@@ -339,7 +339,7 @@ def base_state(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
         fields = vars(module)
         state["hooks", prefix] = [[*fields[name].values()] for name in _HOOKS]
         state["attributes", prefix] = [fields.get(name) for name in _ATTRIBUTES]
-        tensors: dict[str, Tensor] = dict(module.named_buffers(prefix, recurse=False))
+        tensors = dict(module.named_buffers(prefix, recurse=False))
         for fqn, parameter in module.named_parameters(prefix, recurse=False):
             tensors[fqn] = parameter
             state["dtypes", fqn] = parameter.dtype

@@ -116,7 +116,7 @@ class Hooks(Slot):
         self._index = tree.index
         self.before = self._ids()
         # the ids of the edit's own; while it is made `None`, as all new ones are its own
-        self._ours: set[int] | None = None
+        self._ours = None
 
     def settle(self) -> None:
         """Note that the edit is made: whatever hooks were added so far are its own."""

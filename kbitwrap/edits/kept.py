@@ -92,13 +92,13 @@ class ForwardState(Slot):
         """
         # Resizing sets plain values on the modules around, as the vocabulary's size:
         # these stay.
-        around: set[int] = set()
+        around = set()
         for _, tensor in tree.resized(self._records):
             for node in tree.nodes:
                 if tensor.path.startswith(join(node.path, "")):
                     around.add(id(node.module))
         # the names of what was put back, by module
-        names: dict[nn.Module, list[str]] = {}
+        names = {}
         for number, module in self._index.find(tree):
             is_substitute = module not in self._index.numbers
             if number in self._contents:

@@ -90,7 +90,7 @@ class Float32Copy(StandInMethod):
         Parameters shared with other modules stay shared among the copies.
         """
         module = self.module
-        result: nn.Module = object.__new__(type(module))
+        result = object.__new__(type(module))
         memo[id(module)] = result
         for parameter in module._parameters.values():
             if parameter is None or parameter.dtype not in HALF_DTYPES:

@@ -101,8 +101,8 @@ class ParameterStorage(OriginalSlot):
         self._is_viewed = is_viewed
         self._is_shared = is_shared
         self.kept: Tensor | None = None
-        self._payloads: NanPayloads | None = None
-        self._digest: int | None = None
+        self._payloads = None
+        self._digest = None
         if is_rewritten or is_viewed:
             self.kept = data
         elif keep:
@@ -310,7 +310,7 @@ class SharedMemory(Slot):
 
     def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Let them share memory again, unless that would change a value of one."""
-        there: list[tuple[ParameterStorage, nn.Parameter]] = []
+        there = []
         for storage in self.storages:
             parameter = storage.record.live()
             if parameter is None:

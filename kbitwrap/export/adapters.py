@@ -88,7 +88,7 @@ class ActiveLayer:
         if self.kind not in _FACTORS or self.parameter is not None or self.variants:
             return None
 
-        deltas: list[Hashable] = []
+        deltas = []
         for adapter in self.adapters:
             of_rows, of_columns = (
                 getattr(self.layer, name)[adapter] for name in _FACTORS[self.kind]

@@ -128,7 +128,7 @@ class Float32Layer:
         self.one = one
         self._copy = _float32_copy(one, device)
         tensors = (*self._copy.parameters(), *self._copy.buffers())
-        self._wholes: dict[Tensor, Tensor] = {one: one.data for one in tensors}
+        self._wholes = {one: one.data for one in tensors}
 
     def take(self, rows: Rows) -> Any:
         """Return what the layer is for some rows: a copy, on which a merge may leave values."""
@@ -157,7 +157,7 @@ class Float32Layer:
 
         # The trained rows are counted from the first of the block. Adapters without
         # any in it are not active.
-        taken_by: dict[str, list[int]] = {}
+        taken_by = {}
         for name, indices in adapted.token_indices.items():
             delta = adapted.trainable_tokens_delta[name]
             inside = range(rows.start, rows.stop)

@@ -129,9 +129,9 @@ def merge_into(
         ExportError: Adapters cannot be merged exactly, or weights not be dequantized.
     """
     chosen = None if adapters is None else tuple(dict.fromkeys(adapters))
-    there: set[str] = set()
+    there = set()
     # what engines compute as one layer has one format
-    fused: set[str] = set()
+    fused = set()
     for peeled in twin.peeled:
         for wrapper in peeled.wrappers:
             there.update(adapters_of(wrapper))
@@ -155,7 +155,7 @@ def merge_into(
     places = [tree.places(tensor) for tensor in tree.tensors]
     shared = [group for group in places if len(group) > 1]
     half = None if in_float32 else _half_dtype(twin.model)
-    plain: set[nn.Module] = set()
+    plain = set()
     for fqn, module in twin.model.named_modules():
         is_touched = stays_quantized(module) and fused_layer(fqn) in fused
         if form.merge_as == HALF or (form.merge_as == MIXED and is_touched):
@@ -165,7 +165,7 @@ def merge_into(
     merges = _plan(twin, plain, rounded, chosen)
 
     # Refusals come before anything is written: one layer of each kind is tried out.
-    tried: set[Hashable] = set()
+    tried = set()
     for merge in merges:
         kinds = [(type(one.layer), one.adapters, one.variants) for one in merge.layers]
         kind = (type(merge.source), *kinds)

@@ -294,7 +294,7 @@ class Gathering:
             yield
             return
 
-        failure: Exception | None = None
+        failure = None
         try:
             yield
         except Exception as error:

@@ -288,7 +288,7 @@ def _as_one(memory: SharedMemory) -> _Promised:
 
     There is none where they were trained apart, or lay there differently.
     """
-    originals: _Promised = {}
+    originals = {}
     layouts = set()
     for storage in memory.storages:
         parameter = storage.record.live()

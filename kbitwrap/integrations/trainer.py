@@ -373,7 +373,7 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         stack.enter_context(prepared)
         if prepared.config.adapter_dtype is not None:
             # PEFT loads adapters in float32 to resume
-            create: Any = trainer.create_optimizer
+            create = trainer.create_optimizer
 
             def create_optimizer(*args: Any, **kwargs: Any) -> Any:
                 if _has_adapters(trainer.model):

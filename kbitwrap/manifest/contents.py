@@ -94,7 +94,7 @@ def read_contents(
         bar = tqdm(
             originals, desc="digest", unit="tensor", disable=not progress, leave=False
         )
-        tensors: dict[str, TensorRecord] = {}
+        tensors = {}
         for fqn in bar:
             if fqn not in layers:
                 tensors[fqn] = _record(
@@ -188,7 +188,7 @@ def _adapters(tree: ModelTree) -> dict[str, dict[str, Any]]:
     are those of PEFT's own parameters: copies of the base's modules do not count, but
     an adapter that has no other parameters is there too.
     """
-    dtypes: defaultdict[str, set[str]] = defaultdict(set)
+    dtypes = defaultdict(set)
     for node in tree.adapters:
         for key, container in node.module._modules.items():
             if isinstance(container, (nn.ModuleDict, nn.ParameterDict)):

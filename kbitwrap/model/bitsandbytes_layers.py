@@ -98,7 +98,7 @@ def quantized_layer(module: nn.Module) -> nn.Module:
 
     All copies of a pending one share a weight, as long as any of them is there.
     """
-    pending: Any = module.get_parameter("weight")
+    pending = module.get_parameter("weight")
     if isinstance(pending, LazyTensor):
         classes: Any = type(pending).__mro__
         cls = next(one for one in classes if not issubclass(one, LazyTensor))

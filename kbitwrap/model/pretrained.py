@@ -63,7 +63,7 @@ def meta_model(
     No weight is read or allocated.
     """
     config = read_config(name_or_path)
-    assumed: list[str] = []
+    assumed = []
     # A composite config has its dtype in its parts; of two text parts the decoder's
     # counts.
     text_config = config.get_text_config(decoder=True)
@@ -136,7 +136,7 @@ def load_pretrained(
     if class_name is not None:
         config.architectures = [class_name]
 
-    options: dict[str, Any] = {
+    options = {
         "dtype": dtype or "auto",
         "device_map": {"": torch.device(device)},  # see `_CPU`
         "output_loading_info": True,
@@ -518,7 +518,7 @@ def _pack(parameter: Any, dtype: torch.dtype) -> None:
     The weight that it is quantized from, in the dtype of the model, stays with it.
     """
     parameter.unpacked = torch.empty_like(parameter.data, dtype=dtype)
-    storage: torch.dtype | None = getattr(parameter, "quant_storage", None)
+    storage = getattr(parameter, "quant_storage", None)
     if storage is not None:  # two values a byte, in one column of the storage dtype
         rows = (parameter.numel() + 1) // (2 * storage.itemsize)
         parameter.data = torch.empty((rows, 1), dtype=storage, device="meta")

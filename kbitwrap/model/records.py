@@ -219,7 +219,7 @@ class Records:
 
     def mark_of(self, module: nn.Module) -> Mark | None:
         """Return the mark of a module, or of its original, if it is of these records."""
-        found: Mark | None = vars(module).get(MARK)
+        found = vars(module).get(MARK)
         return None if found is None or found.records is not self else found
 
     def dtype_before(self, module: nn.Module, name: str) -> torch.dtype | None:

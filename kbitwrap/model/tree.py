@@ -371,7 +371,7 @@ class ModuleIndex:
         )
         self._classes = [type(node.module) for node in tree.modules]
         # Of modules that are gone too: copies of them have their marks.
-        self._by_id: dict[int, int] = {}
+        self._by_id = {}
         for number, node in enumerate(tree.modules):
             self.numbers[node.module] = self._by_id[id(node.module)] = number
 

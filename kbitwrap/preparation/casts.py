@@ -189,7 +189,7 @@ class Casts:
         In this order the peak is what stays plus the last, small, originals.
         """
         # of parameters that share memory
-        groups: defaultdict[int, _Tensors] = defaultdict(list)
+        groups = defaultdict(list)
         for tensor in self.castable:
             key = key_of(tensor.parameter)
             if key in self._stored or is_rewritten(tensor.module, tensor.name):

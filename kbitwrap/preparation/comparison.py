@@ -77,7 +77,7 @@ def changes_of(
         The names, by what happened.
     """
     changes = Changes()
-    there: _Parameters = {}
+    there = {}
     live = {tensor.fqn: tensor for tensor in tree.base_tensors}
     for fqn, record in before.base.items():
         tensor = live.pop(fqn, None)
@@ -226,8 +226,8 @@ def others_in(
             hooks that were added or removed. A hook is told by its id: a user's
             function may have any name.
     """
-    replaced: list[str] = []
-    foreign: list[str] = []
+    replaced = []
+    foreign = []
     for tensor in tree.tensors:
         parameter, record = tensor.parameter, tree.found(tensor.parameter)
         if record is not None:

@@ -297,7 +297,7 @@ class Preparation:
             changes = self.changes(tree)
             changed = {*changes.trained, *changes.drifted}
             # What is stored upcast is told by its own slot, which may hold the original.
-            told: dict[str, ParameterRecord] = {}
+            told = {}
             for one in self.journal.of(ParameterStorage):
                 if one.current() is not None:
                     told[one.record.fqn] = one.record
@@ -344,9 +344,9 @@ class Preparation:
         """Undo every edit; raise `RestoreError` for those that cannot be undone."""
         is_shown = self.plan.config.progress
         show = functools.partial(bar, what="restore", is_shown=is_shown)
-        failures: dict[str, Exception] = {}
+        failures = {}
         for slot, error in self.journal.undo(tree, undoing, since=1, show=show):
-            record: ParameterRecord | None = getattr(slot, "record", None)
+            record = getattr(slot, "record", None)
             failures[type(slot).__name__ if record is None else record.fqn] = error
         if failures:
             named = [f"{name}: {error}" for name, error in failures.items()]
@@ -372,7 +372,7 @@ class Preparation:
         with only_reading():
             replaced, foreign = others_in(self.before, tree, kept_dtype)
             buffers = changed_buffers(self.before, tree)
-        trained: list[str] = []
+        trained = []
         put_back = list(undoing.put_back)
         for copy in copies:
             if copy.is_resized:

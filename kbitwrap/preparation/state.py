@@ -104,8 +104,8 @@ class Original(ModelState):
     def __init__(self, tree: ModelTree, *, audit: bool = False) -> None:
         super().__init__(tree)
         self.base: dict[str, ParameterRecord] = {}
-        self.digests: dict[ParameterRecord, Callable[[], int]] = {}
-        parameters: dict[ParameterRecord, nn.Parameter] = {}
+        self.digests = {}
+        parameters = {}
         with only_reading():
             # A record may have two names, and a name two records.
             for tensor in tree.base_tensors:
@@ -118,7 +118,7 @@ class Original(ModelState):
 
         memories = Counter([record.memory for record in parameters])
         self.sharing_memory = {one for one in parameters if memories[one.memory] > 1}
-        self.buffers: dict[str, Buffer] = {}
+        self.buffers = {}
         for fqn, buffer in saved_buffers(tree).items():
             if is_dense(buffer):
                 digest = begin_digest(buffer)
@@ -230,8 +230,8 @@ def _moment(tree: ModelTree) -> dict[str, dict[str, Any]]:
     over all accelerators that hold parameters; ``None`` where none counts.
     """
     base = [node for node in tree.modules if node.is_base]
-    hooks: dict[str, int] = {}
-    checkpointing: list[str] = []
+    hooks = {}
+    checkpointing = []
     for node in base:
         num_hooks = len(input_gradient_hooks(node.module))
         if num_hooks:
