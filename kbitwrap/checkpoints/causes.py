@@ -32,6 +32,9 @@ ANOTHER_ADAPTER = "another adapter's delta"
 ANOTHER_BASE = "onto another base, or this one quantized otherwise"
 CHANGED = "changed, though no adapter touches it"
 
+Cause = tuple[str, str]
+"""The cause of a wrong tensor, and the evidence of it, which may be ``""``."""
+
 # ----------------------------------------------------------------------------------------------------
 # The limits of what is right and alike. Each was chosen between what right merges of all
 # tools and dtypes show and what the broken ones of tests/checkpoints show.
@@ -107,7 +110,7 @@ def _explains(against: ComparisonSums, figures: Figures) -> bool:
 
 def find_causes(
     figures: Sequence[Figures], copies: Collection[str], tied: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
+) -> dict[str, Cause]:
     """Find the cause of each wrong tensor, and the evidence, by name.
 
     Args:
@@ -157,7 +160,7 @@ class _Wrong:
         self._alike = alike
         self._first = figures.leaves[0]  # of a stack the first matrix: all are wrong
 
-    def cause(self) -> tuple[str, str]:
+    def cause(self) -> Cause:
         """Return the cause, and the evidence; of a stack that is right in part, those of its first wrong matrix."""
         parts = [one for one in self.figures.matrices if not is_right(one)]
         if 0 < len(parts) < len(self.figures.matrices):

@@ -35,6 +35,7 @@ from .causes import (
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
     TRANSPOSED,
+    Cause,
     find_causes,
     is_right,
 )
@@ -320,7 +321,7 @@ def _name_in(
     return next((one for one in tried if one in tensors), None)
 
 
-def _unlike(found: Tensor, expected: Tensor) -> tuple[str, str] | None:
+def _unlike(found: Tensor, expected: Tensor) -> Cause | None:
     """Return why a tensor cannot be compared with the expected one, and the evidence; ``None`` of one that can.
 
     Of integers it is that they differ.
@@ -473,9 +474,7 @@ def _against(
     )
 
 
-def _total(
-    figures: Sequence[Figures], wrong: Mapping[str, tuple[str, str]]
-) -> MergeMeasure:
+def _total(figures: Sequence[Figures], wrong: Mapping[str, Cause]) -> MergeMeasure:
     """Add the figures of all tensors up, and name what is wrong by its cause."""
     adapted = [one for one in figures if one.delta]
     total = sum(one.delta for one in adapted)

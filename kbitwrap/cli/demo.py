@@ -67,6 +67,9 @@ _ATTRIBUTES = (
     "_require_grads_hooks",
 )
 
+State = dict[tuple[str, str], Any]
+"""The values that describe a base, by what they are of: an aspect and a name."""
+
 
 def command(
     seed: Annotated[
@@ -321,7 +324,7 @@ def _log_probabilities(model: Any, rows: Tensor) -> Tensor:
     return torch.log_softmax(logits.double(), dim=-1).flatten(0, 1)
 
 
-def base_state(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+def base_state(modules: Mapping[str, nn.Module]) -> State:
     """Describe a base by torch alone, so that kbitwrap does not vouch for itself.
 
     Args:
@@ -334,7 +337,7 @@ def base_state(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
     """
     import torch
 
-    state: dict[tuple[str, str], Any] = {}
+    state: State = {}
     for prefix, module in modules.items():
         fields = vars(module)
         state["hooks", prefix] = [[*fields[name].values()] for name in _HOOKS]
@@ -356,9 +359,7 @@ def base_state(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
     return state
 
 
-def differences(
-    before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]
-) -> Counter[str]:
+def differences(before: State, after: State) -> Counter[str]:
     """Count what differs between two states, by aspect."""
     counts: Counter[str] = Counter()
     for key in before.keys() | after.keys():

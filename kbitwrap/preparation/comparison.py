@@ -39,7 +39,8 @@ from .state import (
 DECOMPRESSED = "was decompressed by its library when the model ran"
 _FEW = 1 << 16  # elements of a buffer that is compared
 
-_Parameters = dict[ParameterRecord, nn.Parameter]
+# what was expected and what was found, by the names of differences
+_Pairs = dict[str, tuple[Any, Any]]
 
 
 @dataclass
@@ -169,7 +170,7 @@ def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:
     Returns:
         The differences by fqn, each a pair of what was expected and what was found.
     """
-    found: defaultdict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
+    found: defaultdict[str, _Pairs] = defaultdict(dict)
     for fqn, what in changes.replaced.items():
         found[fqn]["parameter"] = "the prepared one", what
     for fqn in [*changes.trained, *changes.drifted]:
@@ -199,9 +200,7 @@ def diff(after: ModelState, tree: ModelTree, changes: Changes) -> StateDiff:
     return StateDiff({fqn: pairs for fqn, pairs in found.items() if pairs})
 
 
-def _differences(
-    expected: Values, found: Values, ignored: Collection[str]
-) -> dict[str, tuple[Any, Any]]:
+def _differences(expected: Values, found: Values, ignored: Collection[str]) -> _Pairs:
     """Return the values that differ, each with the one found instead."""
     return {
         name: (value, found[name])
