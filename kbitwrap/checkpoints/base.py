@@ -425,6 +425,9 @@ def _vocabulary(model: Any) -> dict[str, nn.Parameter]:
     for layer in vocabulary_layers(model):
         held.update(layer.parameters(recurse=False))
 
-    named = model.named_parameters(remove_duplicate=False)
-    plain = [pair for pair in named if not is_quantized_parameter(pair[1])]
-    return {fqn: parameter for fqn, parameter in plain if parameter in held}
+    found = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in held and not is_quantized_parameter(parameter):
+            found[fqn] = parameter
+
+    return found

@@ -68,29 +68,24 @@ def read_contents(
     """
     gathering = Gathering(tree, preparation, "make a manifest", ManifestError)
     remedy = "Make or check a manifest while all of them are loaded"
-    with plain_mode(), gathering.agreeing():
-        try:
-            refuse_unreadable(tree, allow_sharded=gathering.is_sharded, remedy=remedy)
-            twin = build_twin(tree, preparation, gathering).model
-        except ExportError as error:
-            raise ManifestError(
-                f"cannot determine the original base: {error}", fqn=error.fqn
-            ) from error
-
-    # The live model says which of the twin's originals are parameters.
-    live: dict[str, Tensor | None] = {}
-    for node in tree.base:
-        for held in (node.module._parameters, node.module._buffers):
-            live |= {join(node.fqn, name): tensor for name, tensor in held.items()}
-
-    state = twin.state_dict(keep_vars=True)
-    originals = {fqn: one for fqn, one in state.items() if isinstance(one, Tensor)}
-    parameters = [fqn for fqn in originals if isinstance(live.get(fqn), nn.Parameter)]
-    ties = _ties({fqn: originals[fqn] for fqn in parameters})
-    pending = {fqn: layer for fqn, layer in twin.named_modules() if is_pending(layer)}
-    layers = {join(fqn, "weight"): layer for fqn, layer in pending.items()}
 
     def read() -> Contents:
+        """Read the twin, which has the originals; the live model says which are parameters."""
+        live: dict[str, Tensor | None] = {}
+        for node in tree.base:
+            for held in (node.module._parameters, node.module._buffers):
+                named = {join(node.fqn, name): tensor for name, tensor in held.items()}
+                live |= named
+
+        state = twin.state_dict(keep_vars=True)
+        originals = {fqn: one for fqn, one in state.items() if isinstance(one, Tensor)}
+        parameters = [
+            fqn for fqn in originals if isinstance(live.get(fqn), nn.Parameter)
+        ]
+        ties = _ties({fqn: originals[fqn] for fqn in parameters})
+        modules = dict(twin.named_modules())
+        pending = [fqn for fqn, module in modules.items() if is_pending(module)]
+        layers = {join(fqn, "weight"): modules[fqn] for fqn in pending}
         bar = tqdm(
             originals, desc="digest", unit="tensor", disable=not progress, leave=False
         )
@@ -120,6 +115,17 @@ def read_contents(
         )
 
     with plain_mode():
+        with gathering.agreeing():
+            try:
+                refuse_unreadable(
+                    tree, allow_sharded=gathering.is_sharded, remedy=remedy
+                )
+                twin = build_twin(tree, preparation, gathering).model
+            except ExportError as error:
+                raise ManifestError(
+                    f"cannot determine the original base: {error}", fqn=error.fqn
+                ) from error
+
         return gathering.lead(read)
 
 

@@ -285,8 +285,10 @@ def write_plan(casts: Casts) -> Plan:
         *vars(tree.model).get(ASSUMED, ()),
     )
     base = {id(one.parameter): one.parameter for one in tree.base_tensors}
-    plain = [one for one in base.values() if not is_quantized_parameter(one)]
-    audited = [digest_bytes(one) for one in plain if config.audit and is_dense(one)]
+    audited = []  # the bytes that a digest of a parameter holds
+    for parameter in base.values() if config.audit else ():
+        if not is_quantized_parameter(parameter) and is_dense(parameter):
+            audited.append(digest_bytes(parameter))
     return Plan(
         config=config,
         quantization=quantization.method,
