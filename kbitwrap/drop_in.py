@@ -204,6 +204,7 @@ def _drop_in(precision: Precision | str) -> tuple[Any, Any]:
     new = types.FunctionType(
         drop_in.__code__, drop_in.__globals__, argdefs=drop_in.__defaults__
     )
+    # Without `__wrapped__`: `inspect` would show the precision that the other prepares with.
     del functools.update_wrapper(new, drop_in).__wrapped__
     new.__kwdefaults__ = {"precision": PrepareConfig(precision=precision).precision}  # type: ignore[arg-type]
     vars(new)[REPLACES] = own

@@ -159,6 +159,7 @@ class KbitPreparedModel:
             )
             preparation.apply(plan, tree)
         except BaseException:
+            # A first preparation that has slots is in force: the wrapper keeps it.
             if not preparation.journal.slots or before[0] is not None:
                 self._preparation, self._report, self.state = before
             raise

@@ -24,7 +24,7 @@ _WEIGHTS = (
 )
 # What the merge writes itself, by its name in the folder.
 _WRITTEN = ("config.json", "README.md")
-# What another training left there, or says how weights are quantized that the merge does
+# What another training left there, and settings of quantized weights that the merge does
 # not have.
 _OF_OTHERS = (
     *("adapter_config.json", MANIFEST_NAME, "trainer_state.json"),
@@ -89,7 +89,8 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
 
     All of the base's are copied that are no weights. A file beside the adapter takes the
     place of the base's file of its name, and of those that are read together with it;
-    where its vocabulary is another one, it takes the place of the base's whole tokenizer.
+    where its vocabulary is another one, it takes the place of the base's whole tokenizer,
+    but for chat templates and what a processor adds.
     """
     home = _with_small_files(base)
     of_base, left = _files_in(home) if home is not None else ({}, [])

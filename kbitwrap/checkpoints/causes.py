@@ -272,6 +272,7 @@ _DIFFERENCE = "it differs by {0.off:.1%} of the base"
 _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (LOST_BY_A_TIE, lambda one: one.partner, "it is {0.partner} now"),
     (NOT_FINITE, lambda one: not one.figures.is_finite, ""),
+    # What was trained in place, as a bias is, is in the trained reference too: it has no delta.
     (DROPPED_COPY, lambda one: one.is_copy and one.multiple == 0, "it holds the base's values"),
     (UNCHANGED, lambda one: one.multiple == 0 and one.is_base, ""),
     (NO_DELTA, lambda one: one.multiple == 0, ""),
@@ -282,6 +283,7 @@ _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (SCALED, lambda one: one.multiple, "{0.multiple:.2f} times"),
     (TRANSPOSED, lambda one: one.is_transposed, ""),
     (ANOTHER_ADAPTER, lambda one: one.is_copy and one.delta, _DIFFERENCE),
+    # What was trained in place, as a bias is, is in the trained reference too: it has no delta.
     (DROPPED_COPY, lambda one: one.is_copy, _DIFFERENCE),
     (CHANGED, lambda one: not one.delta and (one.off < _ALIKE or len(one.figures.shape) < 2), _DIFFERENCE),
     (ANOTHER_BASE, lambda one: not one.delta, _DIFFERENCE),

@@ -314,7 +314,8 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
         return {}
 
     for buffer in model.buffers():
-        buffer.data = buffer.data.float()  # no preparation casts buffers
+        # No preparation casts buffers: they count as float32, and are left alone.
+        buffer.data = buffer.data.float()
 
     tensors = dict(model.named_buffers())
     tensors |= model.named_parameters(remove_duplicate=False)

@@ -319,7 +319,7 @@ def _quantization_of_merge(
             merged, options.base, saved, dtypes, options.trust_remote_code
         )
 
-    # The names with dots are of layers that a merge left out, which were quantized.
+    # Names with dots are of layers that a merge dequantized: in training they were quantized.
     skipped = [name for name in skipped_layers(own) if "." not in name]
     return BaseQuantization({**own, SKIPPED_LAYERS: skipped or None}, OF_MERGE)
 
@@ -327,8 +327,9 @@ def _quantization_of_merge(
 def _dtypes_in_training(options: DoctorOptions, merged: Side) -> _Dtypes:
     """Return the dtypes that an unrecorded run may have had, the likeliest first; ``None`` is that of the base.
 
-    A base in half is trained on in that, or in the dtype of the merge; one in float32
-    in half where it is quantized, and its merge may be a copy in the other half.
+    A base in half is trained on in its own dtype, or in that of the merge. A base in
+    float32 is trained on in half where it is quantized; its merge may be a copy in the
+    other half dtype.
     """
     own = read_config(options.base, options.trust_remote_code).dtype
     likely = [None, merged.dtype]

@@ -54,13 +54,13 @@ class Figures:
         references: The tensor against the weights that were trained on, and against
             those in the base's files where these were compared.
         sample: Some of its values.
-        has_due_scales: Whether its statistics are the base's, in which case its codes
-            alone were changed, or, in 8 bits, those that the merged values give.
+        has_due_scales: Whether its scales are those of the base, or, in 8 bits, those
+            that the merged values give.
         most_off: The squared length of what rounding to its codes takes at most.
-        base_codes: The share of the base's codes that the tensor has when its delta is
-            taken off and it is quantized as the base, or the base as it is stored; 0
-            where that was not asked.
-        is_scaled: Whether it has other scales than those beside these codes.
+        base_codes: The share of the base's codes that it has when its delta is taken off
+            and it is quantized as the base; 0 where that was not asked. Of a tensor
+            without a delta the codes are those of the checkpoint.
+        is_scaled: Whether it has other scales than those codes have.
         requantized_bits: The bits of the codes of the training, where the values are those
             that quantizing them again leaves; else 0.
         likelier: The multiple of the delta that has to be taken off for clearly more of

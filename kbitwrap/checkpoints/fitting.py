@@ -36,12 +36,12 @@ def fitting_quantization(
     """Find the quantization whose values, with the adapter merged, are nearest to one weight of a checkpoint.
 
     It is none where the base as it is is nearer, or where none is near. The base is loaded
-    once, unquantized; of its weights one alone is quantized, in each kind and from each
-    dtype that the run may have had (``None`` for the base's), or the next where that
-    tells nothing.
+    once, unquantized. One of its weights is quantized, in each kind and from each dtype
+    that the run may have had (``None`` for the base's). Where that one tells nothing, the
+    next is taken.
     """
     with warnings.catch_warnings():
-        # the layers that were trained were quantized, and lay otherwise
+        # In training these layers were quantized, and those lie the other way round.
         warnings.filterwarnings("ignore", r"fan_in_fan_out is set to", UserWarning)
         trained, adapted = load_adapted(
             base, saved, None, UNQUANTIZED, None, "cpu", trust_remote_code

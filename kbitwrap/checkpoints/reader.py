@@ -135,6 +135,8 @@ class SavedCheckpoint:
             if last in EIGHT_BIT_STATE:
                 owner = f"{owner}.weight"
 
+            # Statistics lie below the name of a weight; an adapter lies below a module that
+            # has a weight.
             is_beside = is_trained_copy(name) or owner in fqns
             while owner and not is_beside:
                 owner, _, _ = owner.rpartition(".")

@@ -115,7 +115,8 @@ class Hooks(Slot):
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
         self.before = self._ids()
-        # the ids of the edit's own; while it is made `None`, as all new ones are its own
+        # the ids of the edit's own hooks; `None` until the edit is made, as every new one
+        # is its own till then
         self._ours = None
 
     def settle(self) -> None:
@@ -260,7 +261,7 @@ def checkpoint(
             _enable_checkpointing(model, kwargs)
 
         # transformers installs hooks whenever it enables checkpointing, needed or not.
-        is_left = False
+        keeps_one = False
         for node in tree.modules:
             added = hooks.to_remove(node.module)
             if not added:
@@ -268,10 +269,11 @@ def checkpoint(
             had_one = not hooks.before.isdisjoint(input_gradient_hooks(node.module))
             if hook_inputs and not had_one:
                 added.pop()  # the newest stays
-                is_left = True
+                keeps_one = True
             remove_hooks(node.module, added)
 
-        if not is_left:
+        if not keeps_one:
+            # The handles that transformers keeps are of hooks that were removed.
             handles.undo(tree, Undoing())
 
         for node in tree.modules if hook_blocks else ():

@@ -204,7 +204,7 @@ class Journal:
         for slot in show(self.slots[since:][::-1]):
             try:
                 slot.undo(tree, undoing or Undoing())
-                # It is not the newest where one that is newer failed, and stayed.
+                # A newer slot that failed stays, and so does every older one.
                 if self.slots and self.slots[-1] is slot:
                     self.slots.pop()
             except Exception as error:

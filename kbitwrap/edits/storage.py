@@ -154,8 +154,9 @@ class ParameterStorage(OriginalSlot):
         """Find the value to put back: the original, or else what training made of it.
 
         The original tells the two apart where it is held, elsewhere the digest of the
-        rounded value. With ``discards`` the original is put back whatever was trained,
-        unless others resized it. An untrained value is in the original layout.
+        rounded value. With ``discards``, which needs that all originals are held, the
+        original is put back whatever was trained, unless others resized it. An untrained
+        value is in the original layout.
         """
         is_resized = self.is_resized(current)
         if self.kept is None:
@@ -238,7 +239,7 @@ class ParameterStorage(OriginalSlot):
             return
 
         if undoing.now is not None:
-            # The way back does not hold what is put back.
+            # The slot of a suspension shares this, and is not to keep the value in memory.
             found: Found = undoing.now.pop("found")
         else:
             discards = undoing.policy == "discard"
@@ -253,8 +254,8 @@ class ParameterStorage(OriginalSlot):
             elif found.is_altered:
                 undoing.replaced.append(self.record.fqn)
         value = found.value
-        is_alone = not (self._is_shared or is_resized)
-        if self.kept is not None and self._is_viewed and is_alone:
+        fits_there = not (self._is_shared or is_resized)
+        if self.kept is not None and self._is_viewed and fits_there:
             # into the memory that is viewed: the views show what was trained too
             value = self.kept.copy_(value)
 

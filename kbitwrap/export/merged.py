@@ -95,7 +95,8 @@ def merge_rows(
 
     if layers:
         first = layers[0]
-        # the weight of one that holds others, as attention does, is not all of it
+        # where a module holds others, as attention does, PEFT's layer adapts more than its
+        # own weight
         if module._modules and first.parameter is None:
             why = f"it adapts several modules of {type(module).__name__} at once"
             raise first.refusal(why)
@@ -125,7 +126,7 @@ def merge_rows(
         merged = _merge(float32_module(plain, values), copies, rows)
         del values
         yield rows, base, parameter_of(merged, name).detach()
-        del base, merged  # as is that of all that follows from these rows
+        del base, merged  # their memory is free while the next rows are read
 
 
 @torch.no_grad()

@@ -206,17 +206,18 @@ class Gathering:
                 # the partition gets other memory, and leaves this to whoever holds it
                 return one.parameter.detach().as_subclass(Tensor)
 
-        # offloaded: gathered where the ranks communicate
         tensor = one.parameter.detach()
         kind = tensor.device_mesh.device_type
-        if tensor.device.type != kind:
+        if (
+            tensor.device.type != kind
+        ):  # offloaded: gathered where the ranks communicate
             tensor = tensor.to(kind)
         return tensor.full_tensor()
 
     def _open(self, unit: nn.Module | None) -> None:
         """Make a unit of FSDP1 whole, and shard the one that was; all ranks call it."""
         while unit is not None and self._outermost:
-            # before it has run, FSDP1 takes what is whole first for the root
+            # FSDP1, before it has run, takes the first unit that is made whole for its root
             with _whole_unit(self._outermost.pop()):
                 pass
 
@@ -362,7 +363,7 @@ class Gathering:
             failure = kind, str(error) or type(error).__name__
             raise
         finally:
-            # Where another rank is gone, its loss is what is raised already.
+            # Where a rank is gone these calls fail too: the error that is raised says so.
             lost = () if failure is None else (RuntimeError,)
             with contextlib.suppress(*lost):
                 _tell(failure)

@@ -31,7 +31,7 @@ def settle_ties(
 
     One flag of a config speaks for all groups: if one differs, all are untied. Weights to which one delta is
     added are equal, though the products that compute it may be rounded apart:
-    ``delta_of`` identifies that of a module's parameter, or is ``None``.
+    ``delta_of`` returns what identifies the delta of a module's parameter, or ``None``.
     """
     is_untied = False
     for group in places:
@@ -39,7 +39,7 @@ def settle_ties(
         different = {id(tensor): tensor for tensor in tensors}.values()
         if len(different) == 1:
             continue
-        # by the deltas of one kind, or else by the values
+        # by what is added, where that is known and the same at all places, else by the values
         facts = {delta_of(module, name) for module, name in group}
         if None in facts or len(facts) > 1:
             facts = {content_digest(materialize(tensor)) for tensor in different}
@@ -67,7 +67,8 @@ def untie(module: nn.Module, name: str) -> None:
 def _untie_configs(model: nn.Module) -> None:
     """Let the configs say that nothing is tied.
 
-    Where a model computes by that, it stays, and what loads the model is relied on.
+    Where a forward reads the flag, it stays: what loads the model has to see that the
+    weights differ.
     """
     for _, module in model.named_modules():
         # a forward that is not in Python has no code

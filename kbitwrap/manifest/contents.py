@@ -144,25 +144,25 @@ def _record(
     elif isinstance(live, nn.Parameter):
         kind, flag = "parameter", live.requires_grad
 
-    was = left = None
+    buffer = as_prepared = None
     if preparation is not None and tree is not None:
-        was = preparation.before.buffers.get(fqn)
+        buffer = preparation.before.buffers.get(fqn)
         known = tree.found(live)
         if known is not None:
             flag = preparation.before.flag(known)
             if preparation.after is not None:
-                left = preparation.after.parameters.get(known)
+                as_prepared = preparation.after.parameters.get(known)
 
-    if was is None and not is_dense(original):
+    if buffer is None and not is_dense(original):
         raise ManifestError(
             f"{fqn}: expected a dense tensor, whose bytes can be read, found "
             f"{type(original).__name__} of {original.layout} and {original.dtype}; register "
             "a buffer that checkpoints do not need with persistent=False"
         )
 
-    digest = content_digest(values_of(original)) if was is None else was.digest()
-    one = original if was is None else was
-    prepared = left or {"dtype": one.dtype, "requires_grad": flag}
+    digest = content_digest(values_of(original)) if buffer is None else buffer.digest()
+    one = original if buffer is None else buffer
+    prepared = as_prepared or {"dtype": one.dtype, "requires_grad": flag}
     return TensorRecord(
         fqn=fqn,
         type=kind,

@@ -325,7 +325,7 @@ class Manifest(Report, ManifestPart):
         ignored = ["model.name_or_path", *unknown]
         if DTYPES_OF_4_BITS in self.unknown:
             ignored += _SETTINGS_OF_4_BITS
-            # of these the digest is of the same bytes, in any storage
+            # the bytes of a 4-bit weight, and so its digest, are the same in any storage
             for values in (*expected.values(), *found.values()):
                 if f"{values['fqn']}.quant_map" in self.rows:
                     del values["shape"], values["original_dtype"]

@@ -81,8 +81,8 @@ def _of_its_name(
     for tensor in tree.base_tensors if record.fqn in before.base else ():
         if tensor.fqn != record.fqn or id(tensor.parameter) in tree.known:
             continue
-        # A marked module was there before, or is a copy of one that was; what has a
-        # record was there then, or in a suspension.
+        # A marked module was there before, or is a copy of one that was. What has a
+        # record was there before, or in a suspension.
         is_marked = before.records.mark_of(tensor.module) is not None
         was_there = before.records.at(tensor.module, tensor.name) is not None
         # trained though the original was frozen: somebody else's
@@ -95,10 +95,10 @@ def _of_its_name(
 def _has_its_value(
     before: Original, record: ParameterRecord, parameter: nn.Parameter
 ) -> bool:
-    """Whether the parameter at a place got other memory, as a move to a device gives it."""
+    """Return whether a parameter in other memory, as after a move to a device, is the recorded one by its value."""
     for owner, name in record.refs:
         module = owner()
-        # A rewritten bias got its memory from its layer, and may be trained since.
+        # A bias that its layer rewrites may have any value: it may be trained since.
         if module is not None and is_rewritten(module, name):
             return True
     is_sampled = record in before.samples

@@ -297,10 +297,10 @@ class Preparation:
             changes = self.changes(tree)
             changed = {*changes.trained, *changes.drifted}
             # What is stored upcast is told by its own slot, which may hold the original.
-            told = {}
+            upcast = {}
             for one in self.journal.of(ParameterStorage):
                 if one.current() is not None:
-                    told[one.record.fqn] = one.record
+                    upcast[one.record.fqn] = one.record
             # Some stayed in the journal where they were an error.
             copies = [*self.journal.of(Copy), *self.copies(tree)]
             with only_reading():
@@ -309,18 +309,18 @@ class Preparation:
         undoing = dataclasses.replace(self._undone, policy=trained, changed=changed)
         ours = {one.record for one in self.journal.of(OriginalSlot)}
 
-        def is_untold(fqn: str) -> bool:
-            """Return whether no slot has told a changed value that is still another than the original.
+        def is_unreported(fqn: str) -> bool:
+            """Return whether a changed parameter is to be reported.
 
-            A slot that was made when the value had changed already takes it for the
-            original.
+            It is where it still differs and its slot reported nothing. A slot that was made
+            after the change takes the changed value for the original.
             """
-            record = told.get(fqn)
+            record = upcast.get(fqn)
             if record is None:
                 return True
-            is_told = fqn in (*undoing.trained, *undoing.replaced)
+            is_reported = fqn in (*undoing.trained, *undoing.replaced)
             parameter = record.live()
-            if is_told or parameter is None:
+            if is_reported or parameter is None:
                 return False
             return bool(is_changed(self.before.samples, record, parameter))
 
@@ -329,8 +329,8 @@ class Preparation:
                 # What cannot be undone stays in the journal, for another restore.
                 self.journal.save(*[c for c in copies if c not in self.journal.slots])
                 self._undo(tree, undoing)
-                changes.trained = [*filter(is_untold, changes.trained)]
-                changes.drifted = [*filter(is_untold, changes.drifted)]
+                changes.trained = [*filter(is_unreported, changes.trained)]
+                changes.drifted = [*filter(is_unreported, changes.drifted)]
                 report = self._report(tree, undoing, changes, copies, ours)
                 self.release()
                 if self.plan.config.empty_cache:

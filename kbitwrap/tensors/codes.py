@@ -163,7 +163,7 @@ class Codes(ABC):
         return self._stored[start // self.per_byte :][:num_bytes]
 
     def _scales_from(self, start: int, number: int) -> Tensor:
-        """Return the scales of some elements, none of them 0, which nothing is divided by.
+        """Return the scales of some elements, to divide by: the smallest number in place of 0.
 
         They are a column: of groups, where the elements fill theirs, or of elements.
         """
@@ -242,8 +242,8 @@ class TableCodes(Codes):
         self._code_at = codes_in_order.to(torch.uint8)
         self._place_of = codes_in_order.argsort().int()
 
-        # The inverse of the step from each value upwards and downwards. Beyond the ends
-        # it is as far as is not counted.
+        # The inverse of the step from each value upwards and downwards. Beyond an end a
+        # step is as far as a sum may lie without being counted as clipped.
         steps = self._in_order.diff()
         end = steps.new_tensor([_MOST_BEYOND])
         self._per_step_up = 1 / torch.cat([steps, end])
@@ -260,9 +260,9 @@ class TableCodes(Codes):
     ) -> tuple[Tensor, Tensor, int]:
         codes = self._codes_in(stored)
         places = self._place_of.index_select(0, codes)
-        # The way from a code to the sum, in steps between codes: upwards positive. To add a
-        # number within a half and to round goes to the nearer code with the right
-        # probability as long as the way is one step at most, as nearly all are. A longer
+        # The way from a code to the sum, in steps between codes: upwards positive. Rounding
+        # the way plus a number within a half reaches the next code with the right
+        # probability, as long as the way is one step at most, as nearly all are. A longer
         # way crosses steps of other lengths, and is looked up.
         way = self._per_step_up.index_select(0, places).mul_(added.clamp(min=0))
         way += self._per_step_down.index_select(0, places).mul_(added.clamp(max=0))

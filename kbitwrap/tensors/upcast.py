@@ -32,7 +32,7 @@ _PRODUCTS = {aten.mm.default, aten.addmm.default}
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operation writes to, as its schema says; those in lists one by one.
 
-    Whether its results are views of an argument says ``func.is_view``.
+    ``func.is_view`` says whether its results are views of an argument.
     """
     values = []
     for position, name in _written(func):
@@ -424,8 +424,8 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> Tensor:
     """Multiply by an upcast right-hand side, in pieces of whole columns: no sum is split."""
     half = weight.half_storage
     left = args[-1]
-    # The weight of a `HeadForward` has no owner; that gives it half where the device
-    # multiplies half, so that no float32 copy is made.
+    # The weight of a `HeadForward` has no owner. Its input is half only where the device
+    # multiplies half: then no float32 copy is made.
     is_head = func is aten.mm.default and weight.owner is None
     if is_head and left.dtype == half.dtype:
         return aten.mm.dtype(left, half, torch.float32)  # type: ignore[no-any-return]
