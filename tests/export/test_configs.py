@@ -67,6 +67,13 @@ def test_what_is_written_has_the_configs_of_the_base(name: str, figures: Clients
         assert (tmp_path / "live" / file).read_bytes() == (tmp_path / "merged" / file).read_bytes()
 
 
+def test_a_field_without_a_name_is_no_obstacle(tmp_path: Path) -> None:
+    zoo.load("llama", quantization_config=None).save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"": 1, "eos_token_id": 2}')
+    merge_checkpoint(tmp_path / "base", None, tmp_path / "merged", quantization_config=False)
+    assert read(tmp_path / "merged", "generation_config.json")["eos_token_id"] == 2
+
+
 def test_what_differs_is_written_by_the_name_that_the_file_has(figures: Clients, tmp_path: Path) -> None:
     base = tmp_path / "base"
     figures("clients").make_base("gemma2", base)
