@@ -133,7 +133,7 @@ def _tell_step(
     """Print what a step of a trainer takes, and whether it fits; return the exit status."""
     import torch
 
-    from .. import predict_step, prepared_of
+    from .. import StepPredictor, prepared_of
 
     prepared = prepared_of(trainer.model)
     if prepared is not None:
@@ -145,8 +145,9 @@ def _tell_step(
         device_memory = device_memory or there
     limit = budget_of(budget, device_memory)
     with working(f"predicting the step of {type(trainer).__name__}", is_script=True):
-        step = predict_step(trainer, kernels=kernels, **settings)
-    fits = limit is None or step.needed_bytes <= limit
+        predict = StepPredictor(trainer, kernels=kernels, **settings)
+        step = predict()
+        fits = limit is None or predict.fits(limit, step.batch_size, step.seq_len)
     if limit is not None:
         show(verdict(limit, {step.precision: fits}))
     show(str(step))

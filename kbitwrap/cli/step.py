@@ -99,7 +99,7 @@ def plan_steps(
             steps[way] = step.to_dict()
             if budget is not None:
                 steps[way].update(
-                    fits=step.needed_bytes <= budget,
+                    fits=predict.fits(budget, step.batch_size, step.seq_len),
                     longest_sequence=predict.longest_sequence(budget, step.batch_size),
                     largest_batch=predict.largest_batch(budget, step.seq_len),
                 )

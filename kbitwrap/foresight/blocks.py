@@ -1,11 +1,11 @@
 """A model with fewer blocks that tells what all of them do: those of one kind do the same to a device's memory.
 
 A step goes through the blocks of a stack one after the other, forward and backward.
-What happens in one is a `Run`: what it leaves, and how far it rises. Of each kind the
-first and the last block are kept, and two between them; the runs of the others are
-theirs. Nothing is fitted: every level is the sum of the runs before it. That it holds
-is tried first, on a model with one block of each kind more, whose every run must come
-out to the byte; else all blocks are run.
+What happens in one is a `Span`: what it makes and frees. Of each kind the first and the
+last block are kept, and two between them; the spans of the others are theirs. Nothing
+is fitted: every level is the sum of what happens before it. That it holds is tried
+first, on a model with one block of each kind more, whose every span must come out to
+the byte; else all blocks are run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .fakes import tensors_in
-from .ledger import BACKWARD, Ledger, Measure, Position, Run, in_bytes
+from .ledger import BACKWARD, Events, Ledger, Position, Span
 from .tracker import Watch
 
 T = TypeVar("T")
@@ -177,6 +177,14 @@ class Blocks:
             for number, block in zip(stack.kept, stack.blocks, strict=True):
                 yield block, stack.parts[number]
 
+    @property
+    def _twins(self) -> dict[Any, Part]:
+        """For each block that stands for others, the next of its kind."""
+        found: dict[Any, Part] = {}
+        for stack in self.stacks:
+            found |= stack.twins
+        return found
+
     def owners(self) -> dict[int, Part]:
         """Return the block that each module in a block lies in, by the id of the module."""
         found: dict[int, Part] = {}
@@ -248,62 +256,62 @@ class Blocks:
             stack.keep(_INNER)
             wanted.append([stack.parts[number] for number in before])
         ledger = run()
-        told = [_effect(run) for run in self.whole_step(ledger, wanted=wanted)]
-        if told != [_effect(run) for run in with_more.runs()]:
+        told = self.whole_step(ledger, wanted)
+        if list(map(_effect, told)) != list(map(_effect, with_more.spans)):
             raise NotRepeatedError("one block more does more than its own")
         self.is_tried = True
         return ledger
 
     def whole_step(
-        self,
-        ledger: Ledger,
-        measure: Measure = in_bytes,
-        wanted: list[list[Part]] | None = None,
-    ) -> list[Run]:
-        """Tell the runs of the step of a model with other blocks than those that were run.
+        self, ledger: Ledger, wanted: list[list[Part]] | None = None
+    ) -> list[Span]:
+        """Tell the spans of the step of a model with other blocks than those that were run.
 
         Args:
             ledger: What was written down of the step with the kept blocks.
-            measure: What is added up.
             wanted: For each block of each stack, the kept one that stands for it; by
                 default for all blocks of the whole model.
 
         Returns:
-            The runs, in order.
+            The spans, in order.
 
         Raises:
             NotRepeatedError: A block does not do what the next one of its kind does.
         """
         parts = wanted or [stack.parts for stack in self.stacks]
-        twins: dict[Any, Part] = {}
         counts: Counter[Any] = Counter()
-        for stack, of_stack in zip(self.stacks, parts, strict=True):
-            twins |= stack.twins
+        for of_stack in parts:
             counts.update(of_stack)
-        times: dict[tuple[Position, Position], int] = {}
+        spans = []
         for mark, events in ledger.spans:
-            freed = {storage.origin for storage, is_made in events if not is_made}
+            freed = {storage.origin for storage, number in events if number < 0}
+            times = {}
             for origin in freed:
-                one, other = origin.part, twins.get(origin.part)
+                other = self._twins.get(origin.part)
                 # Where a span outside of the blocks, as of the loss, frees what the second
                 # and the third block of a kind made, it frees as much of every block that
                 # the second stands for. A span of these two is repeated already.
                 is_of_all = origin._replace(part=other) in freed
-                if other is not None and is_of_all and mark.part not in (one, other):
-                    times[mark, origin] = counts[one]
-        runs = ledger.runs(measure, times)
-        by_mark = {run.mark: run for run in runs}
-        for run in runs:
-            other = twins.get(run.mark.part)
-            same = by_mark.get(run.mark._replace(part=other))
-            if other is not None and (same is None or _effect(run) != _effect(same)):
-                raise NotRepeatedError(f"two blocks of one kind differ in {run.mark}")
-        result: list[Run] = []
+                if other and is_of_all and mark.part not in (origin.part, other):
+                    times[origin] = counts[origin.part]
+            counted: Events = []
+            for storage, number in events:
+                if number < 0:
+                    number *= times.get(storage.origin, 1)
+                counted.append((storage, number))
+            spans.append(Span(mark, counted))
+        by_mark = {span.mark: span for span in spans}
+        for span in spans:
+            other = self._twins.get(span.mark.part)
+            same = by_mark.get(span.mark._replace(part=other))
+            if other and (same is None or _effect(span) != _effect(same)):
+                raise NotRepeatedError(f"two blocks of one kind differ in {span.mark}")
+        result: list[Span] = []
         done = set()
-        for run in runs:
-            phase, part, turn = run.mark
+        for span in spans:
+            phase, part, turn = span.mark
             if not isinstance(part, Part) or not self.stacks[part.stack].is_cut:
-                result.append(run)
+                result.append(span)
                 continue
             one_pass = phase, part.stack, turn
             if one_pass in done:
@@ -317,9 +325,12 @@ class Blocks:
         return result
 
 
-def _effect(run: Run) -> Any:
-    """Return the effect of a run on memory, which is equal for runs that do the same."""
-    return run.mark.phase, run.net, run.at_peak
+def _effect(span: Span) -> Any:
+    """Return the effect of a span on memory, which is equal for spans that do the same."""
+    sizes = [
+        (storage.kind, number * storage.num_bytes) for storage, number in span.events
+    ]
+    return span.mark.phase, sizes
 
 
 def _outermost(

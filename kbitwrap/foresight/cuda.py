@@ -23,14 +23,8 @@ from torch.backends.cuda import (
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..tensors.allocator import rounded_up
 from . import quantization
-from .ledger import rounded_up
-
-ALLOCATION_BYTES = 512
-"""The caching allocator rounds each request up to it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp."""
-
-LARGE_BYTES = 1 << 20
-"""A block from which less than this is left over is not split, if it is larger: ``should_split``, ``kSmallSize``."""
 
 _aten = torch.ops.aten
 # as they are, whatever others put in their place

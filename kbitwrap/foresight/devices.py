@@ -68,12 +68,15 @@ class Devices:
         """
         if self.engine is None:
             return step
+        static = None  # nobody knows in which order shards are gathered and freed
+        if self.engine == DDP and step.static is not None:
+            static = [*step.static, _trained_bytes(step)]
         levels = {}
         for phase, level in step.levels.items():
             changed = self._level(step, Sizes(level), phase)
             levels[phase] = {kind: size for kind, size in changed.items() if size}
         held = self._level(step, step.held, None)
-        return dataclasses.replace(step, held=held, levels=levels)
+        return dataclasses.replace(step, held=held, levels=levels, static=static)
 
     def _level(self, step: Step, level: Sizes, phase: str | None) -> Sizes:
         """Return what each device holds where one alone holds a level, in a phase or before the step (``None``)."""

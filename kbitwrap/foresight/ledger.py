@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from ..tensors.allocator import rounded_up
 
 WEIGHTS = "weights"
 STATISTICS = "quantization_statistics"
@@ -29,11 +31,6 @@ KINDS = (
 )
 """The kinds of memory, in the order in which they are shown."""
 FORWARD, BACKWARD, OPTIMIZER_STEP = ("forward", "backward", "optimizer")
-
-
-def rounded_up(number: int, multiple: int) -> int:
-    """Return the least multiple that is not below a number."""
-    return -(-number // multiple) * multiple
 
 
 class Position(NamedTuple):
@@ -62,34 +59,26 @@ class Storage:
         num_bytes: Its bytes, as an allocator counts them.
         kind: One of ``KINDS``.
         origin: Where in the step it was made.
+        place: The same of blocks that do the same: phase, stack and turn, and the number
+            of the event.
     """
 
     num_bytes: int
     kind: str
-    origin: Position
+    origin: Any = None
+    place: Any = None
 
 
-Measure = Callable[[Storage], int]
-"""The figures of a storage that are added up."""
+Events = list[tuple[Storage, int]]
+"""Storages in the order in which they are made (1) or freed (-1; -n: one for n of them)."""
 
 
-def in_bytes(storage: Storage) -> int:
-    """Measure a storage in bytes."""
-    return storage.num_bytes
-
-
-class Run(NamedTuple):
-    """The effect on memory of what happens between two marks.
-
-    Attributes:
-        mark: The first of them.
-        net: What is made and not freed, less what is freed and was made before, by kind.
-        at_peak: The highest level above the start, by kind; empty where none is.
-    """
-
-    mark: Position
-    net: Sizes
-    at_peak: Sizes
+def sizes_of(storages: Iterable[Storage]) -> Sizes:
+    """Add up the bytes of storages by kind."""
+    total = Sizes()
+    for storage in storages:
+        total[storage.kind] += storage.num_bytes
+    return total
 
 
 class Span(NamedTuple):
@@ -97,11 +86,11 @@ class Span(NamedTuple):
 
     Attributes:
         mark: The first of them.
-        events: The storages that are made (``True``) or freed, in order.
+        events: What is made and freed.
     """
 
     mark: Position
-    events: list[tuple[Storage, bool]]
+    events: Events
 
 
 class Ledger:
@@ -136,13 +125,16 @@ class Ledger:
             The storage, to be given to ``freed``.
         """
         counted = rounded_up(num_bytes, self.rounding)
-        storage = Storage(counted, kind, self._last.mark)
-        self._last.events.append((storage, True))
+        mark, events = self._last
+        stack = getattr(mark.part, "stack", None)
+        place = mark.phase, stack, mark.turn, len(events)
+        storage = Storage(counted, kind, mark, place)
+        events.append((storage, 1))
         return storage
 
     def freed(self, storage: Storage) -> None:
         """Write down that a storage was freed."""
-        self._last.events.append((storage, False))
+        self._last.events.append((storage, -1))
 
     def mark(self, phase: str, part: Hashable, turn: int = 0) -> None:
         """Begin a span, unless it continues the last one."""
@@ -151,73 +143,43 @@ class Ledger:
             self._last = Span(mark, [])
             self.spans.append(self._last)
 
-    def held(self, measure: Measure = in_bytes) -> Sizes:
+    def held(self) -> Sizes:
         """Return the bytes held when the step began, by kind."""
-        total = Sizes()
-        for storage in self.holders:
-            total[storage.kind] += measure(storage)
-        return total
-
-    def runs(
-        self,
-        measure: Measure = in_bytes,
-        times: Mapping[tuple[Position, Position], int] | None = None,
-    ) -> list[Run]:
-        """Return the runs of the step, in order.
-
-        Args:
-            measure: What is added up.
-            times: How many storages one stands for when it is freed, by the mark of the
-                run that frees it and its origin; one where it does not say.
-
-        Returns:
-            The runs.
-        """
-        times = times or {}
-        runs = []
-        for mark, events in self.spans:
-            net = Sizes()
-            at_peak = Sizes()
-            level = peak = 0
-            for storage, is_made in events:
-                size = measure(storage)
-                if not is_made:
-                    size *= -times.get((mark, storage.origin), 1)
-                level += size
-                net[storage.kind] += size
-                if level > peak:
-                    peak = level
-                    at_peak = net.copy()
-            runs.append(Run(mark, net, at_peak))
-        return runs
+        return sizes_of(self.holders)
 
 
 Levels = dict[str, dict[str, int]]
 """The highest level that a step reaches in each phase, in bytes by kind; phases that did not run are absent."""
 
 
-def highest_levels(held: Sizes, runs: Sequence[Run]) -> Levels:
-    """Add up the runs of a step, one after the other.
+def highest_levels(held: Sizes, spans: Iterable[Span]) -> Levels:
+    """Follow what is held through a step.
 
     Args:
         held: What was held before it, by kind.
-        runs: The runs, in order.
+        spans: Its spans, in order.
 
     Returns:
         The highest level of each phase.
     """
     level = held.copy()
     levels: Levels = {}
-    for run in runs:
-        reached = {}
-        for kind in KINDS:
-            size = level[kind] + run.at_peak[kind]
-            if size:
-                reached[kind] = size
-        highest = levels.setdefault(run.mark.phase, reached)
-        if sum(reached.values()) > sum(highest.values()):
-            levels[run.mark.phase] = reached
-        level.update(run.net)
+    highest: dict[str, int] = {}
+    total = level.total()
+
+    def note(phase: str) -> None:
+        if total > highest.get(phase, -1):
+            highest[phase] = total
+            levels[phase] = {kind: level[kind] for kind in KINDS if level[kind]}
+
+    for mark, events in spans:
+        note(mark.phase)
+        for storage, number in events:
+            size = number * storage.num_bytes
+            level[storage.kind] += size
+            total += size
+            if size > 0:
+                note(mark.phase)
     return levels
 
 

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import UnsupportedModelError
 from ..model.pretrained import DEQUANTIZED_BY
-from .cuda import ALLOCATION_BYTES
-from .ledger import FORWARD, WEIGHTS, rounded_up
+from ..tensors.allocator import ALLOCATION_BYTES, rounded_up
+from .ledger import FORWARD, WEIGHTS, Events, Storage
 from .quantization import is_built, is_followed, method_of, quantize_weight, warm_tables
 from .tracker import Watch
 
-LOADING = "loading_bytes_of_files"
-"""The attribute of a model without weights that says what loading it would take."""
+LOADING = "loading_of_files"
+"""The attribute of a model without weights that says what loading it would allocate."""
 LOADING_HIGHEST = "loading the model takes more than the step, and is what has to fit"
 """The note on a prediction whose model takes more while it is loaded."""
 
@@ -28,35 +27,43 @@ LOADING_HIGHEST = "loading the model takes more than the step, and is what has t
 _PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
 
 
-class _Rise(NamedTuple):
-    """The bytes that one parameter adds while it is loaded.
+class Loading:
+    """What is made and freed while a model is loaded.
 
     Attributes:
-        ahead: Those of its tensors in files that threads read before their turn.
-        highest: The most beside what was there before its turn.
-        kept: What its turn adds for good; negative where it frees more.
+        turns: The parameters, or ``None``, in order, each with its events.
     """
 
-    ahead: int
-    highest: int
-    kept: int
+    def __init__(self, turns: list[tuple[Any, Events]]) -> None:
+        self.turns = turns
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held."""
+        level = highest = 0
+        for _, events in self.turns:
+            for storage, number in events:
+                level += number * storage.num_bytes
+                highest = max(highest, level)
+        return highest
 
 
-def loading_bytes(model: Any) -> int | None:
-    """Return the most bytes that ``from_pretrained`` holds on CUDA, as core_model_loading.py of transformers 5 loads.
+def loading_of(model: Any) -> Loading | None:
+    """Return what ``from_pretrained`` allocates on CUDA, as core_model_loading.py of transformers 5 loads.
 
-    Weights that it quantizes are loaded one at a time, in the natural order of their
-    names: each lies on the device in the dtype of the model until it is quantized, and
-    what was quantized before is there. Where it quantizes none, threads read ahead of
-    what is made of the tensors, as far as they get: to the end. Experts that files hold
-    one by one are merged, and a weight that was saved quantized lets go of the tensor
-    that said how.
+    First all memory that the weights will take is allocated and freed again, in one
+    piece (``caching_allocator_warmup``). Weights that it quantizes are loaded one at a
+    time, in the natural order of their names: each lies on the device in the dtype of
+    the model until it is quantized, and what was quantized before is there. Where it
+    quantizes none, threads read ahead of what is made of the tensors, as far as they
+    get: to the end. Experts that files hold one by one are merged, and a weight that
+    was saved quantized lets go of the tensor that said how.
 
     Args:
         model: The model as ``meta_model`` builds it.
 
     Returns:
-        The bytes; ``None`` where it is not known: another quantization than
+        The events; ``None`` where they are not known: another quantization than
         bitsandbytes', or files that are dequantized.
     """
     quantizer = getattr(model, "hf_quantizer", None)
@@ -65,22 +72,24 @@ def loading_bytes(model: Any) -> int | None:
         return None
     quantizes = quantizer is not None and not quantizer.pre_quantized
     warm_tables()
-    rises = []
-    known: dict[Hashable, _Rise] = {}
+    saved = {id(value): value for value in model.state_dict(keep_vars=True).values()}
+    warm = storage_of(sum(value.nbytes for value in saved.values()))
+    read: list[tuple[Any, Events]] = [(None, [(warm, 1), (warm, -1)])]
+    turns: list[tuple[Any, Events]] = []
+    known: dict[Hashable, tuple[Events, Events]] = {}
     for loaded in _in_order(model):
         parameter = loaded.parameter
         whole = parameter.unpacked if is_built(parameter) else parameter
         turned = loaded.is_merged, loaded.is_transposed
         key = type(parameter), whole.shape, whole.dtype, turned
         if key not in known:
-            known[key] = _rise(loaded, quantizes)
-        rises.append(known[key])
-    level = highest = sum(rise.ahead for rise in rises)
-    for rise in rises:
-        highest = max(highest, level + rise.highest)
-        level += rise.kept
-    level += sum(map(_size, model.buffers()))
-    return max(highest, level)
+            known[key] = _events(loaded, quantizes)
+        ahead, turn = known[key]
+        read.append((parameter, ahead))
+        turns.append((parameter, turn))
+    for buffer in model.buffers():
+        turns.append((buffer, [(storage_of(buffer.nbytes), 1)]))
+    return Loading(read + turns)
 
 
 def refuse_replaced(model: Any) -> None:
@@ -175,42 +184,49 @@ def _in_order(model: Any) -> list[_Loaded]:
     return sorted(found, key=lambda loaded: dot_natural_key(loaded.name))
 
 
-def _size(tensor: Tensor) -> int:
-    return rounded_up(tensor.nbytes, ALLOCATION_BYTES)
+def storage_of(num_bytes: int) -> Storage:
+    """Return a storage of so many bytes, as the allocator counts them."""
+    return Storage(rounded_up(num_bytes, ALLOCATION_BYTES), WEIGHTS)
 
 
-def _rise(loaded: _Loaded, quantizes: bool) -> _Rise:
-    """Return the bytes of a parameter that is loaded, in its turn or, where nothing is quantized, before it."""
+def _events(loaded: _Loaded, quantizes: bool) -> tuple[Events, Events]:
+    """Return what is allocated and freed for a parameter before all turns, and in its own turn."""
     parameter = loaded.parameter
     if not is_built(parameter):
-        size = _size(parameter)
-        parts = size if loaded.is_merged else 0
-        return _Rise(0, size + parts, size) if quantizes else _Rise(size, parts, 0)
-    rise = _quantized(loaded)
+        tensor = storage_of(parameter.nbytes)
+        parts = [storage_of(parameter.nbytes)] if loaded.is_merged else []
+        read: Events = [(one, 1) for one in parts or [tensor]]
+        made: Events = [(tensor, 1), *((one, -1) for one in parts)] if parts else []
+        return ([], read + made) if quantizes else (read, made)
+    turn = _quantized(loaded)
     if quantizes:
-        return rise
+        return [], turn
+    kept = dict(turn)
+    for storage, number in turn:
+        if number < 0:
+            del kept[storage]
     # of a few bytes: what says how it was quantized, and the offset of double quantization that is read from it
-    settings = ALLOCATION_BYTES
-    is_double = getattr(parameter, "compress_statistics", False)
-    offset = ALLOCATION_BYTES if is_double else 0
-    return _Rise(rise.kept - offset + settings, offset, offset - settings)
+    settings = storage_of(1)
+    turn = [(settings, -1)]
+    if getattr(parameter, "compress_statistics", False):
+        offset = min(kept, key=lambda storage: storage.num_bytes)
+        del kept[offset]
+        turn.insert(0, (offset, 1))
+    return [*kept.items(), (settings, 1)], turn
 
 
-def _quantized(loaded: _Loaded) -> _Rise:
-    """Return the bytes of a weight while it is quantized: it stays until that is done."""
+def _quantized(loaded: _Loaded) -> Events:
+    """Return what is allocated and freed for a weight while it is quantized: it stays until that is done."""
     whole = loaded.parameter.unpacked
     shape = whole.shape[::-1] if loaded.is_transposed else whole.shape  # in its file
     watch = Watch(on_cuda=True)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    watch.enter(FORWARD)
+    with FakeTensorMode(allow_non_fake_inputs=True), watch:
         weight = torch.empty(shape, dtype=whole.dtype, device="cpu")
-        watch.hold(weight, WEIGHTS)
-        held = watch.ledger.held().total()
-        watch.enter(FORWARD)
-        with watch:
-            if loaded.is_transposed:
-                weight = weight.T
-            made = quantize_weight(loaded.parameter, weight)
+        made = quantize_weight(
+            loaded.parameter, weight.T if loaded.is_transposed else weight
+        )
         del weight
-    run = watch.ledger.runs()[0]
+    events = watch.close().spans[0].events
     del made
-    return _Rise(0, held + run.at_peak.total(), held + run.net.total())
+    return events

@@ -19,6 +19,7 @@ _COMPUTED = (
     "optimizer_bytes",
     "peak_bytes",
     "by_kind",
+    "reserved_bytes",
 )
 
 
@@ -39,6 +40,12 @@ class StepMemory(Peaks, Report):
         phases: The most bytes held in each phase.
         by_kind: The bytes held at the peak of all, by kind.
         peak_bytes: The most bytes held at any moment.
+        reserved_by_phase: What CUDA's caching allocator reserves, with its settings in
+            ``PYTORCH_ALLOC_CONF``: when the model is ``"loaded"``, when it is
+            ``"prepared"``, and the most in the ``"step"``; ``None`` on a CPU, and where
+            the order of what is allocated is not known. The small workspaces of cuBLAS
+            and the samples of a preparation are in it.
+        reserved_bytes: The most that is reserved in the step.
         loading_bytes: The most bytes that ``from_pretrained`` holds on the device while it
             loads and quantizes the model; ``None`` for a model that was loaded already,
             on a CPU, and where it is not known. It is in no other figure.
@@ -57,6 +64,7 @@ class StepMemory(Peaks, Report):
     kernels: str
     static_by_kind: dict[str, int]
     levels: Levels
+    reserved_by_phase: dict[str, int] | None = None
     loading_bytes: int | None = None
     traced_blocks: int = 0
     num_blocks: int = 0
@@ -85,9 +93,10 @@ class StepMemory(Peaks, Report):
         return self.phases.get("optimizer", 0)
 
     @property
-    def needed_bytes(self) -> int:
-        """The most bytes held while the model is loaded or trained."""
-        return max(self.peak_bytes, self.loading_bytes or 0)
+    def reserved_bytes(self) -> int | None:
+        """The most bytes that the allocator reserves in the step."""
+        by_phase = self.reserved_by_phase
+        return None if by_phase is None else by_phase["step"]
 
     @property
     def unknown_bytes(self) -> tuple[int, int]:
@@ -117,6 +126,10 @@ class StepMemory(Peaks, Report):
         if self.loading_bytes is not None:
             loading = format_bytes(self.loading_bytes)
             lines.append(f"loading, before the step: {loading}")
+        if self.reserved_by_phase is not None:
+            reserved = self.reserved_by_phase.items()
+            parts = [f"{phase} {format_bytes(size)}" for phase, size in reserved]
+            lines.append(f"reserved by the allocator: {', '.join(parts)}")
         if self.unknown:
             least, most = map(format_bytes, self.unknown_bytes)
             lines.append(f"unknown, beside the peak: {least} to {most}")

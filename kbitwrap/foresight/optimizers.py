@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .fakes import KnownValues
-from .ledger import BACKWARD, GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Run
+from .ledger import BACKWARD, GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, Ledger, Span
 from .optimizer_names import named_optimizer
 from .tracker import Watch, optimizer_tensors
 
@@ -53,9 +53,9 @@ class OptimizerSteps:
         self._make = make
         self._on_cuda = on_cuda
         self._clip = clip
-        self._known: dict[Shapes, tuple[Ledger, list[Run]]] = {}
+        self._known: dict[Shapes, tuple[Ledger, list[Span]]] = {}
 
-    def __call__(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Run]]:
+    def __call__(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Span]]:
         """Run a step of the optimizer, unless it is known.
 
         Args:
@@ -63,7 +63,7 @@ class OptimizerSteps:
             shapes: The shapes and dtypes of what is trained.
 
         Returns:
-            The state that is kept on the device, and the runs of a step that has it.
+            The state that is kept on the device, and the spans of a step that has it.
 
         Raises:
             ConfigError: There is no optimizer of the name.
@@ -94,7 +94,7 @@ class OptimizerSteps:
                     made.step()
         _hold(kept, made, self._on_cuda)
         del held
-        self._known[shapes] = kept.close(), watch.ledger.runs()
+        self._known[shapes] = kept.close(), watch.ledger.spans
         return self._known[shapes]
 
 

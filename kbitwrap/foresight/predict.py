@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +23,10 @@ from .loading import LOADING_HIGHEST
 from .memory import StepMemory
 from .optimizers import OptimizerSteps, named_steps
 from .quantization import unlogged
+from .reserved import Reserved, replay
 from .search import largest
 from .simulated import PEFT, UNPREPARED, SimulatedModel
-from .trace import ModelStep, Step, Trace, trace
+from .trace import ModelStep, Step, trace
 from .trainer_arguments import (
     batch_of,
     check_alone,
@@ -228,7 +231,7 @@ class StepPredictor:
             )
         else:
             self._optimizer = named_steps(optimizer, self._on_cuda)
-        self._traces: dict[tuple[int, int], Trace] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
 
     def __call__(
         self, batch_size: int | None = None, seq_len: int | None = None
@@ -239,8 +242,7 @@ class StepPredictor:
                 seq_len = self._built.seq_len
             batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
         batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
-        alone = self._trace(batch_size, seq_len).step()
-        step = self._devices.on_each(alone)
+        step = self._step(batch_size, seq_len)
         simulated = self._simulated
         loading = self._loading_bytes
         notes = [*self._runner.notes, *simulated.fakes.notes, *self._notes]
@@ -248,10 +250,8 @@ class StepPredictor:
             notes.append(LOADING_HIGHEST)
         unknown: tuple[Unknown, ...] = ()
         if self._on_cuda:
-            sampled = 0
-            if self.precision not in (PEFT, UNPREPARED):
-                sampled = sampled_bytes(simulated.fakes.model, simulated.blocks)
             tokens = batch_size * seq_len
+            sampled = self._sampled_bytes
             unknown = unknowns(step, tokens, sampled, has_int8=simulated.has_int8)
         told = list(simulated.warnings)
         most = self.max_seq_len
@@ -267,9 +267,10 @@ class StepPredictor:
             static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
             levels=step.levels,
             loading_bytes=loading,
+            reserved_by_phase=step.reserved.by_phase if step.reserved else None,
             traced_blocks=simulated.blocks.num_kept,
             num_blocks=simulated.blocks.num_all,
-            unknown=(*unknown, *self._devices.unknown(alone)),
+            unknown=(*unknown, *self._devices.unknown(step)),
             notes=tuple(notes),
             warnings=tuple(told),
         )
@@ -297,14 +298,10 @@ class StepPredictor:
         """
         limit = min(self.max_seq_len or MOST_TOKENS, MOST_TOKENS // batch_size)
 
-        def peak_bytes(seq_len: int) -> int:
-            try:
-                return self._step(batch_size, seq_len).peak_bytes
-            except TooLongError:  # some positions of the model's own longest are taken
-                return _OVER_EVERY_BUDGET
-
-        known = [other[1] for other in self._traces if other[0] == batch_size]
-        return self._largest(peak_bytes, budget, known or [2048], limit)
+        known = [other[1] for other in self._steps if other[0] == batch_size]
+        return self._largest(
+            lambda number: (batch_size, number), budget, known or [2048], limit
+        )
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
         """Find the largest batch whose step fits a budget.
@@ -318,17 +315,30 @@ class StepPredictor:
             The number of sequences; 0 where not even one fits, or loading the model
             does not.
         """
-        known = [other[0] for other in self._traces if other[1] == seq_len]
+        known = [other[0] for other in self._steps if other[1] == seq_len]
         return self._largest(
-            lambda number: self._step(number, seq_len).peak_bytes,
+            lambda number: (number, seq_len),
             budget,
             known or [1],
             MOST_TOKENS // seq_len,
         )
 
+    def fits(self, budget: int | str, batch_size: int, seq_len: int) -> bool:
+        """Return whether loading, preparing and the step of a batch fit a budget.
+
+        The allocator empties its cache where it would otherwise reserve more.
+
+        Args:
+            budget: Bytes, or a string such as ``"8GiB"``.
+            batch_size: Sequences in the batch.
+            seq_len: Tokens in a sequence.
+        """
+        limit = parse_bytes(budget)
+        return self._needed_bytes((batch_size, seq_len), limit) <= limit
+
     def _largest(
         self,
-        peak_bytes: Callable[[int], int],
+        batch: Callable[[int], tuple[int, int]],
         budget: int | str,
         numbers: list[int],
         limit: int,
@@ -340,46 +350,75 @@ class StepPredictor:
 
         def num_bytes(number: int) -> int:
             if number > 0:
-                return peak_bytes(number)
-            held = [self._step(*batch).held.total() for batch in self._traces]
+                return self._needed_bytes(batch(number), limit_bytes)
+            held = [step.held.total() for step in self._steps.values()]
             return max(held, default=0)
 
         return largest(num_bytes, limit_bytes, numbers, limit)
 
+    def _needed_bytes(self, batch: tuple[int, int], limit: int) -> int:
+        """Return the most that a run with a batch reserves: at most a limit, if that suffices."""
+        try:
+            step = self._step(*batch)
+        except TooLongError:  # some positions of the model's own longest are taken
+            return _OVER_EVERY_BUDGET
+        if step.reserved is None:
+            return max(step.peak_bytes, self._loading_bytes or 0)
+        if step.peak_bytes <= limit < step.reserved.most:
+            with contextlib.suppress(MemoryError):
+                return self._replay(step, limit).most
+        return step.reserved.most
+
     @property
     def _loading_bytes(self) -> int | None:
         """The most that loading the model holds on the device; ``None`` where it is not known."""
-        return self._simulated.loading_bytes if self._on_cuda else None
+        loading = self._simulated.loading if self._on_cuda else None
+        return None if loading is None else loading.peak_bytes
+
+    @property
+    def _sampled_bytes(self) -> int:
+        """The bytes of the samples that preparing keeps."""
+        if self.precision in (PEFT, UNPREPARED):
+            return 0
+        return sampled_bytes(self._simulated.fakes.model, self._simulated.blocks)
+
+    def _replay(self, step: Step, limit: float = math.inf) -> Reserved:
+        """Return what a run with a step reserves; raises as ``replay`` does."""
+        simulated = self._simulated
+        return replay(
+            simulated.loaded,
+            simulated.casts,
+            self._sampled_bytes,
+            step,
+            limit,
+        )
 
     def _step(self, batch_size: int, seq_len: int) -> Step:
-        """Return the step of a batch on each of the devices."""
-        return self._devices.on_each(self._trace(batch_size, seq_len).step())
-
-    def _trace(self, batch_size: int, seq_len: int) -> Trace:
-        """Run the step of a batch, unless it was run before."""
+        """Return the step of a batch on each of the devices; run it, unless it was run before."""
         key = batch_shape(self._inputs, batch_size, seq_len)
-        if key not in self._traces:
+        if key not in self._steps:
             with _one_at_a_time():
-                self._traces[key] = self._run(batch_size, seq_len)
-        return self._traces[key]
+                step = self._devices.on_each(self._run(batch_size, seq_len))
+            if self._on_cuda and step.static is not None:
+                step = dataclasses.replace(step, reserved=self._replay(step))
+            self._steps[key] = step
+        return self._steps[key]
 
-    def _run(self, batch_size: int, seq_len: int) -> Trace:
+    def _run(self, batch_size: int, seq_len: int) -> Step:
         """Run the step of a batch, with all blocks where some do not tell the others."""
         simulated = self._simulated
         blocks = simulated.blocks
         what = f"the step of {simulated.name} cannot be followed"
         try:
             with _explained(what):
-                found = trace(
+                return trace(
                     self._runner,
                     simulated.fakes,
                     blocks,
                     batch_size,
                     seq_len,
                     self._on_cuda,
-                )
-                found.step()  # refused here, if blocks are not told by others
-                return found
+                ).step()
         except (
             UnsupportedModelError
         ):  # a NotRepeatedError too: `_explained` raised this

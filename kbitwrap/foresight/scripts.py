@@ -15,7 +15,7 @@ from torch import nn
 from ..model.pretrained import read_config
 from .flash import built_model
 from .imports import when_imported
-from .loading import LOADING, loading_bytes
+from .loading import LOADING, loading_of
 from .quantization import add_statistics
 from .simulated import as_on_cpu
 
@@ -178,6 +178,7 @@ def _record(
     vars(model)[_PREPARED] = {
         "gradient_checkpointing": use_gradient_checkpointing and is_quantized,
         "gradient_checkpointing_kwargs": dict(gradient_checkpointing_kwargs or {}),
+        "empty_cache": auto_clear_cache,
     }
     return model
 
@@ -213,7 +214,7 @@ def _build_pretrained(
     chosen = dtype if dtype is not None else torch_dtype
     model: Any = built_model(config, quantization_config, chosen)
     model.name_or_path = model.config.name_or_path = str(name)
-    setattr(model, LOADING, loading_bytes(model))
+    setattr(model, LOADING, loading_of(model))
     for parameter in model.parameters():
         parameter.requires_grad = parameter.is_floating_point()
     if kwargs.get("output_loading_info"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import os
 import types
 from collections.abc import Callable, Mapping
@@ -26,8 +27,9 @@ from .adapters import are_default, checked
 from .blocks import Blocks
 from .fakes import FakeModel, Memory, in_memory_of
 from .flash import built_model
-from .loading import LOADING, loading_bytes, refuse_hqq_files
+from .loading import LOADING, Loading, loading_of, refuse_hqq_files, storage_of
 from .quantization import add_statistics, follow_cuda
+from .tracker import held_tensors
 
 PEFT = "peft"
 """The precision that stands for PEFT's own preparation."""
@@ -173,7 +175,10 @@ class SimulatedModel:
         fakes: The model, of fake tensors.
         blocks: Those of its blocks that are kept.
         has_int8: Whether it has 8-bit layers, and computes as on CUDA.
-        loading_bytes: The most that loading holds; ``None`` where it is not known.
+        loading: What loading allocates; ``None`` where it is not known.
+        loaded: The same; the tensors alone where it is not known.
+        casts: The parameters that preparing casts, in order; ``None`` where it empties
+            the allocator's cache.
         warnings: What a user has to know of the preparation.
         name: The name of the model's class.
     """
@@ -196,15 +201,20 @@ class SimulatedModel:
         if engine is not None:
             _refuse_untrained(base, precision, engine)
         self.name = type(base).__name__
-        self.loading_bytes: int | None = None
-        if not isinstance(source, nn.Module):
-            self.loading_bytes = loading_bytes(base)
-        else:  # it was loaded, or stands for one that would be
-            for module in source.modules():
-                if LOADING in vars(module):
-                    self.loading_bytes = vars(module)[LOADING]
-                    break
         tree = ModelTree(base)
+        self.loading: Loading | None = None
+        if not isinstance(source, nn.Module):
+            self.loading = loading_of(base)
+        else:  # it was loaded, or stands for one that would be
+            for module in base.modules():
+                if LOADING in vars(module):
+                    self.loading = vars(module)[LOADING]
+                    break
+        if self.loading is not None:
+            self.loaded = self.loading.turns
+        else:
+            held = {id(tensor): tensor for tensor, _, _ in held_tensors(tree)}
+            self.loaded = [(t, [(storage_of(t.nbytes), 1)]) for t in held.values()]
         has_adapters = bool(tree.adapter_ids)
         if has_adapters and lora is not None:
             raise ConfigError(
@@ -213,6 +223,12 @@ class SimulatedModel:
         # While it lives, weights that are upcast at use follow what is done to the
         # model.
         self._preparation: Preparation | None = None
+        self.casts: list[Any] = []
+        sizes = {one: one.nbytes for one in base.parameters()}
+
+        def grown() -> list[Any]:
+            return [one for one in sizes if one.nbytes > sizes[one]]
+
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
             kept = [
@@ -220,7 +236,10 @@ class SimulatedModel:
                 for one in base.parameters()
                 if id(one) in tree.adapter_ids
             ]
-            base = _prepared_by_peft(base, fields)
+            base, empties_cache = _prepared_by_peft(base, fields)
+            self.casts = grown()
+            if empties_cache:
+                self.casts.append(None)
             for one, stored, is_trained in kept:  # they are made after it
                 one.data = one.data.to(stored)
                 one.requires_grad = is_trained
@@ -235,6 +254,10 @@ class SimulatedModel:
             tree = tree_of(base)
             self._preparation.apply(plan_for(tree, config, engine), tree)
             self.warnings = self._preparation.plan.warnings
+            # The largest come first, and each frees its original.
+            for parameter in sorted(grown(), key=lambda one: -one.nbytes):
+                self.casts += [parameter, None] if config.empty_cache else [parameter]
+            self.casts += [None] if config.empty_cache else []
         adapters = None if has_adapters else checked(lora)
         is_cut_first = are_default(adapters)  # to make fewer adapters
         if is_cut_first:
@@ -263,8 +286,14 @@ def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
         )
 
 
-def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
-    """Prepare a model by PEFT's own function; raises ``ConfigError`` for a field that the function does not take."""
+def _prepared_by_peft(
+    model: nn.Module, fields: Mapping[str, Any]
+) -> tuple[nn.Module, bool]:
+    """Prepare a model by PEFT's own function; raises ``ConfigError`` for a field that the function does not take.
+
+    Returns:
+        The model, and whether the allocator's cache is emptied in the end.
+    """
     import peft
 
     prepare: Any = peft.prepare_model_for_kbit_training
@@ -277,9 +306,11 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
             "gradient_checkpointing_kwargs", None
         ),
     }
+    empties = "auto_clear_cache" in inspect.signature(prepare).parameters  # since 0.19
+    empties = others.pop("empty_cache", empties)
     if others:
         raise ConfigError(
-            "precision 'peft': expected gradient_checkpointing and gradient_checkpointing_kwargs alone, "
+            "precision 'peft': expected gradient_checkpointing, gradient_checkpointing_kwargs and empty_cache alone, "
             f"found {', '.join(others)}"
         )
     try:
@@ -290,4 +321,4 @@ def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         raise UnsupportedModelError(
             f"PEFT cannot prepare this {type(model).__name__}: {error}"
         ) from error
-    return prepared
+    return prepared, empties

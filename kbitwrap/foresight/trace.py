@@ -21,17 +21,18 @@ from .batch import Inputs, make_batch
 from .blocks import Blocks, Part
 from .fakes import FakeModel
 from .ledger import (
+    INPUTS,
     Ledger,
     Levels,
-    Measure,
     Peaks,
-    Run,
     Sizes,
+    Span,
     Storage,
     highest_levels,
-    in_bytes,
+    sizes_of,
 )
 from .optimizers import OptimizerSteps, Shape, Shapes
+from .reserved import Reserved
 from .tracker import begin_watch, held_tensors
 
 
@@ -42,18 +43,25 @@ class Step(Peaks):
     Attributes:
         held: The bytes by kind that are held before it.
         levels: The bytes by kind at the highest level of each phase.
-        most_blocks: The most storages of an allocator's large blocks at a time.
         trained: The parameters that are trained, in the model's order.
         root: The bytes by kind that the model holds outside its blocks before the step.
         units: The bytes by kind that each block holds.
+        static: The bytes of each storage that the model holds before it; ``None`` where
+            nobody knows the order in which others are made and freed.
+        state: Those of the optimizer's state.
+        spans: What is made and freed in it.
+        reserved: What is reserved for it, where that is known.
     """
 
     held: Sizes
     levels: Levels
-    most_blocks: int
     trained: Shapes
     root: Sizes
     units: list[Sizes]
+    static: list[int] | None
+    state: list[int]
+    spans: list[Span]
+    reserved: Reserved | None = None
 
 
 class Trace(NamedTuple):
@@ -64,60 +72,43 @@ class Trace(NamedTuple):
         blocks: The model's blocks.
         trained: The parameters that are trained.
         state: The optimizer's state.
-        last: The runs of the optimizer's step.
+        last: The spans of the optimizer's step.
     """
 
     ledger: Ledger
     blocks: Blocks
     trained: Shapes
     state: Ledger
-    last: list[Run]
+    last: list[Span]
 
-    def held_by_each(self, measure: Measure = in_bytes) -> list[Sizes]:
-        """Return what each part of the model holds before the step, by kind: the root first, then the blocks."""
-        by_part = defaultdict[Part | None, Sizes](Sizes, {None: Sizes()})
-        for storage, part in self.ledger.holders.items():
-            by_part[part][storage.kind] += measure(storage)
-        return list(self.blocks.whole(by_part))
-
-    def held(self, measure: Measure = in_bytes) -> Sizes:
-        """Return what the whole model and its optimizer hold before the step, by kind."""
-        total = self.state.held(measure)
-        for sizes in self.held_by_each(measure):
-            total.update(sizes)
-        return total
-
-    def levels(self) -> Levels:
-        """Return the highest levels of the whole model's step, with its optimizer's.
-
-        Returns:
-            The levels, in bytes by kind.
+    def step(self) -> Step:
+        """Return the step of the whole model.
 
         Raises:
             NotRepeatedError: The blocks that are left out cannot be told from the
                 others.
         """
-        runs = self.blocks.whole_step(self.ledger)
-        return highest_levels(self.held(), [*runs, *self.last])
-
-    def step(self) -> Step:
-        """Return the step of the whole model; raises as `levels` does."""
-        runs = self.blocks.whole_step(self.ledger, _in_large_blocks)
-        counted = highest_levels(self.held(_in_large_blocks), runs)
-        root, *units = self.held_by_each()
+        by_part = defaultdict[Part | None, list[Storage]](list, {None: []})
+        inputs: list[Storage] = []
+        for storage, part in self.ledger.holders.items():
+            (inputs if storage.kind == INPUTS else by_part[part]).append(storage)
+        storages = list(self.blocks.whole(by_part))
+        root, *units = map(sizes_of, storages)
+        state = list(self.state.holders)
+        held = sizes_of([*inputs, *state])
+        for sizes in (root, *units):
+            held.update(sizes)
+        spans = [*self.blocks.whole_step(self.ledger), *self.last]
         return Step(
-            held=self.held(),
-            levels=self.levels(),
-            most_blocks=max(sum(level.values()) for level in counted.values()),
+            held=held,
+            levels=highest_levels(held, spans),
             trained=self.trained,
             root=root,
             units=units,
+            static=[one.num_bytes for one in chain.from_iterable(storages)],
+            state=[one.num_bytes for one in state],
+            spans=[Span(spans[0].mark, [(one, 1) for one in inputs]), *spans],
         )
-
-
-def _in_large_blocks(storage: Storage) -> int:
-    """Measure large blocks: one for each, and nothing for others."""
-    return int(storage.num_bytes >= cuda.LARGE_BYTES)
 
 
 class StepRecorder(contextlib.ExitStack):

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..model.checks import tree_of
 from ..model.tree import ModelTree
 from ..preparation.preparation import Preparation
+from ..tensors.allocator import ALLOCATION_BYTES
 from ..tensors.bits import parts_of
-from .cuda import ALLOCATION_BYTES, SCRATCH
+from .cuda import SCRATCH
 from .fakes import asks_for_device, tensors_in
 from .ledger import (
     ACTIVATIONS,
@@ -172,15 +173,18 @@ class Watch(TorchDispatchMode):
                 with self:
                     return DECOMPOSED[name](*args, **kwargs)
             output = func(*args, **kwargs)
-            for tensor in tensors_in(output):
+            made = tensors_in(output)
+            if name.startswith("bitsandbytes::quantize"):
+                made.reverse()  # it makes the statistics first
+            for tensor in made:
                 is_counted = self._device in (None, tensor.device.type)
                 if is_counted and self._known(tensor) is None:
                     self.follow_phase(is_made=True)
                     self._add(tensor, self._kind((args, kwargs), tensor))
             if name in self._scratch:
                 sizes = self._scratch[name](*args, **kwargs)
-                made = [self.ledger.made(size, ACTIVATIONS) for size in sizes]
-                for storage in made:
+                scratch = [self.ledger.made(size, ACTIVATIONS) for size in sizes]
+                for storage in scratch:
                     self.ledger.freed(storage)
             return output
 
@@ -357,7 +361,7 @@ class StepTracker(Peaks):
 
     def __exit__(self, *exc: Any) -> None:
         self._stack.close()
-        self._levels = highest_levels(self._ledger.held(), self._ledger.runs())
+        self._levels = highest_levels(self._ledger.held(), self._ledger.spans)
 
     @property
     def levels(self) -> Levels:  # type: ignore[override]

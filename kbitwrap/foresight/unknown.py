@@ -10,16 +10,14 @@ from torch import nn
 
 from ..config import format_bytes
 from ..preparation.fingerprints import sample_bytes
-from .cuda import LARGE_BYTES
+from ..tensors.allocator import ALLOCATION_BYTES, rounded_up
 from .ledger import DEQUANTIZED, FORWARD
+from .reserved import WORKSPACE_BYTES
 
 if TYPE_CHECKING:
     from .blocks import Blocks, Part
     from .trace import Step
 
-# Of cuBLAS, for each thread that multiplies, ATen/cuda/CublasHandlePool.cpp:
-# ":4096:2:16:8", and from Hopper on 32 MiB.
-WORKSPACE_BYTES = (2 * 4096 * 1024 + 8 * 16 * 1024, 32 << 20)
 THREADS = 2  # the caller's, and that of autograd
 FUSED_TOKENS = 1536  # bitsandbytes/backends/cuda/ops.py, `_gemm_4bit_custom_max_m`
 
@@ -59,19 +57,22 @@ def unknowns(
         The parts, each with its range.
     """
     least, most = (THREADS * size for size in WORKSPACE_BYTES)
-    blocks = step.most_blocks
     found = [
         Unknown(
             "workspaces of cuBLAS for two threads, the larger ones from compute capability 9.0",
             least,
             most,
-        ),
-        Unknown(
-            f"{blocks} blocks of 1 MiB and more, each up to 1 MiB longer than what it holds",
-            0,
-            blocks * LARGE_BYTES,
-        ),
+        )
     ]
+    if step.reserved is not None:
+        longer = (
+            step.reserved.allocated
+            - step.peak_bytes
+            - least
+            - rounded_up(sampled, ALLOCATION_BYTES)
+        )
+        what = "blocks of the allocator that are longer than what they hold"
+        found.append(Unknown(what, longer, longer))
     dequantized = 0
     if step.phases.get(FORWARD) == step.peak_bytes:
         dequantized = step.by_kind.get(DEQUANTIZED, 0)

@@ -11,7 +11,6 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 from kbitwrap import StepMemory, predict_step
-from kbitwrap.foresight.ledger import Ledger, Position
 from support.thorough import few
 
 LORA = LoraConfig(target_modules=["q_proj", "q"])  # on one layer of a block: others do in each block what it does
@@ -135,14 +134,3 @@ def test_blocks_that_share_parameters_count_them_once() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 3], [1, 4]])
     cut, all_ = both(config("Llama", num_hidden_layers=4), lora=lora, optimizer="sgd", gradient_checkpointing=False)
     assert figures(cut) == figures(all_)
-
-
-def test_what_a_block_frees_counts_for_each_that_was_left_out() -> None:
-    ledger = Ledger()
-    ledger.mark("forward", "block")
-    made = ledger.made(8, "activations")
-    ledger.mark("backward", "block")
-    ledger.freed(made)
-    forward, backward = Position("forward", "block"), Position("backward", "block")
-    nets = [run.net["activations"] for run in ledger.runs(times={(backward, forward): 3})]
-    assert nets == [8, -24]

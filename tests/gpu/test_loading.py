@@ -11,12 +11,18 @@ import torch
 import transformers
 from transformers import core_model_loading
 
-from kbitwrap.foresight.loading import loading_bytes
+from kbitwrap.foresight.loading import loading_of
 from kbitwrap.model.pretrained import meta_model
 from support import zoo
 from support.foreseen import ReadAhead
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def loading_bytes(model: Any) -> int:
+    loading = loading_of(model)
+    assert loading is not None
+    return loading.peak_bytes
 
 
 def most_allocated(row: zoo.Architecture, folder: Path, **options: Any) -> int:

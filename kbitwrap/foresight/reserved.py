@@ -1,0 +1,127 @@
+"""What a device's allocator reserves from the loading of a model to the end of its second step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..tensors.allocator import Allocator
+from .ledger import BACKWARD, FORWARD, OPTIMIZER_STEP, Events, Storage
+from .loading import storage_of
+
+# Of cuBLAS, for each thread that multiplies, ATen/cuda/CublasHandlePool.cpp:
+# ":4096:2:16:8", and from Hopper on 32 MiB.
+WORKSPACE_BYTES = (2 * 4096 * 1024 + 8 * 16 * 1024, 32 << 20)
+
+
+class Reserved(NamedTuple):
+    """The bytes that an allocator reserves.
+
+    Attributes:
+        by_phase: Those that are reserved when the model is loaded and when it is
+            prepared, and the most in a step.
+        most: The most at any moment.
+        allocated: The most bytes of blocks in use in a step.
+    """
+
+    by_phase: dict[str, int]
+    most: int
+    allocated: int
+
+
+def replay(
+    loading: Iterable[tuple[Any, Events]],
+    casts: Iterable[Any],
+    kept_bytes: int,
+    step: Any,
+    limit: float = math.inf,
+) -> Reserved:
+    """Let an allocator make and free what a run does.
+
+    Of storages that are alike the last one is freed: one of the same bytes, made at the
+    same place of its block if there is such a one.
+
+    Args:
+        loading: What loading the model makes and frees.
+        casts: The parameters that preparing casts, and ``None`` where it empties the
+            cache.
+        kept_bytes: What preparing keeps beside the parameters.
+        step: The step.
+        limit: The most that can be reserved.
+
+    Returns:
+        What it reserves.
+
+    Raises:
+        ConfigError: The allocator's settings are not followed.
+        MemoryError: The limit does not suffice.
+    """
+    allocator = Allocator(limit)
+    held = defaultdict[int, dict[Storage, int]](dict)
+    for owner, events in loading:
+        blocks = held[id(owner)]
+        for storage, number in events:
+            if number > 0:
+                blocks[storage] = allocator.allocate(storage.num_bytes)
+            else:
+                allocator.free(blocks.pop(storage))
+    loaded = allocator.reserved_bytes
+    for parameter in casts:
+        if parameter is None:
+            allocator.empty_cache()
+            continue
+        cast = storage_of(parameter.nbytes)
+        made = {cast: allocator.allocate(cast.num_bytes)}
+        for block in held[id(parameter)].values():
+            allocator.free(block)
+        held[id(parameter)] = made
+    if kept_bytes:
+        allocator.allocate(kept_bytes)
+    prepared = allocator.reserved_bytes
+
+    # What is held that the model does not hold was of no use to it: it makes the rest.
+    others = Counter(step.static)
+    for blocks in held.values():
+        for storage, block in blocks.items():
+            if others[storage.num_bytes]:
+                others[storage.num_bytes] -= 1
+            else:
+                allocator.free(block)
+    for num_bytes in others.elements():
+        allocator.allocate(num_bytes)
+    # what a first step makes and keeps
+    lasting = {
+        FORWARD: [WORKSPACE_BYTES[0]],
+        BACKWARD: [WORKSPACE_BYTES[0]],
+        OPTIMIZER_STEP: step.state,
+    }
+    most = 0
+    for _ in range(2):
+        most = max(most, allocator.peak_reserved_bytes)
+        allocator.reset_peaks()
+        live = defaultdict[int, list[tuple[Any, int]]](list)
+        for mark, events in step.spans:
+            for num_bytes in lasting.pop(mark.phase, ()):
+                allocator.allocate(num_bytes)
+            for storage, number in events:
+                alike = live[storage.num_bytes]
+                if number > 0 and storage.num_bytes:
+                    block = allocator.allocate(storage.num_bytes)
+                    alike.append((storage.place, block))
+                for _ in range(min(-number, len(alike))):
+                    last = len(alike) - 1
+                    while last and alike[last][0] != storage.place:
+                        last -= 1
+                    allocator.free(alike.pop(last)[1])
+        for alike in live.values():
+            for _, block in alike:
+                allocator.free(block)
+    by_phase = {
+        "loaded": loaded,
+        "prepared": prepared,
+        "step": allocator.peak_reserved_bytes,
+    }
+    most = max(most, allocator.peak_reserved_bytes)
+    return Reserved(by_phase, most, allocator.peak_allocated_bytes)

@@ -1,0 +1,222 @@
+"""A model of PyTorch's caching allocator for CUDA: what it reserves for the tensors that are made and freed.
+
+It follows c10/cuda/CUDACachingAllocator.cpp for one stream. A new segment lies behind
+the ones before it. ``garbage_collection_threshold`` changes nothing, because it acts
+only on a process that limits its share of the device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from bisect import bisect_left, insort
+
+from ..errors import ConfigError
+
+ALLOCATION_BYTES = 512
+"""The multiple that each request is rounded up to: ``kMinBlockSize``."""
+_SMALL = 1 << 20  # the largest request of the small pool
+_SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT = 2 << 20, 20 << 20, 10 << 20
+_SMALL_POOL = -1 << 60  # its first address; those of the other begin with 0
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
+class Allocator:
+    """Counts what the allocator reserves on a device, with the settings in ``PYTORCH_ALLOC_CONF``.
+
+    Args:
+        limit: The most bytes that can be reserved.
+
+    Attributes:
+        blocks: The sizes of the blocks in use, by their addresses.
+        allocated_bytes: Their bytes, and ``peak_allocated_bytes`` the most so far.
+        reserved_bytes: The bytes of all segments, and ``peak_reserved_bytes`` the most.
+
+    Raises:
+        ConfigError: A setting is not followed, or has no such value.
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        conf = os.environ.get("PYTORCH_ALLOC_CONF", conf)
+        settings = dict(re.findall(r"(\w+)\s*:\s*(\w*)", conf))
+        most_split = settings.get("max_split_size_mb", "0")
+        is_other = {"backend", "roundup_power2_divisions"}.intersection(settings)
+        if is_other or not most_split.isdigit():
+            raise ConfigError(
+                f"PYTORCH_ALLOC_CONF: expected no backend, no roundup_power2_divisions, and a number as "
+                f"max_split_size_mb, found {conf!r}"
+            )
+        self._most_split = int(most_split) * _SMALL or math.inf
+        self._expands = settings.get("expandable_segments") == "True"
+        self._limit = limit
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.blocks: dict[int, int] = {}
+        self._segments: dict[int, int] = {}
+        # of free blocks: the size by the address, the address by the end, both by size in each pool
+        self._free: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._pools: tuple[list[tuple[int, int]], ...] = [], []
+        # where the next segment of each pool begins; the sizes of addresses without memory
+        self._next = [0, _SMALL_POOL]
+        self._unmapped = dict.fromkeys(self._next, 1 << 59) if self._expands else {}
+
+    def reset_peaks(self) -> None:
+        """Let the highest figures begin anew."""
+        self.peak_reserved_bytes = self.reserved_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of a block of so many bytes, or of a few more.
+
+        Raises:
+            MemoryError: The limit does not allow it, even if all that is free is released.
+        """
+        size = rounded_up(max(num_bytes, 1), ALLOCATION_BYTES)
+        address = self._best_fit(size)
+        if address is None:
+            address = self._reserve(size)
+        whole = self._remove(address)
+        rest = whole - size
+        is_exact = size <= _SMALL or self._expands
+        if rest and (is_exact or (rest > _SMALL and size < self._most_split)):
+            self._add(address + size, rest)
+            whole = size
+        self.blocks[address] = whole
+        self.allocated_bytes += whole
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return address
+
+    def free(self, address: int) -> None:
+        """Give back a block."""
+        size = self.blocks.pop(address)
+        self.allocated_bytes -= size
+        self._add(address, size)
+
+    def empty_cache(self) -> None:
+        """Release every segment in which nothing is in use, or the whole granules of it where segments expand."""
+        for address, size in list(self._free.items()):
+            if self._expands:
+                granule = _SMALL_SEGMENT if address < 0 else _LARGE_SEGMENT
+                begin = rounded_up(address, granule)
+                end = (address + size) // granule * granule
+                if begin < end:
+                    self._remove(address)
+                    self._unmapped[begin] = end - begin
+                    self._grow(begin - end)
+                    for left, right in ((address, begin), (end, address + size)):
+                        if left < right:
+                            self._add(left, right - left)
+            elif self._segments.get(address) == size:
+                self._release(address)
+
+    def _best_fit(self, size: int) -> int | None:
+        """Return the smallest free block that holds so many bytes, of those that may."""
+        pool = self._pools[size <= _SMALL]
+        place = bisect_left(pool, (size,))
+        if place == len(pool):
+            return None
+
+        def room(place: int) -> int:  # with what it could expand to
+            found, address = pool[place]
+            return found + self._unmapped.get(address + found, 0)
+
+        while place + 1 < len(pool) and room(place + 1) < room(place):
+            place += 1
+        found, address = pool[place]
+        limit = self._most_split
+        if size >= limit:
+            limit = size + _LARGE_SEGMENT
+        return address if found < limit else None
+
+    def _reserve(self, size: int) -> int:
+        """Return a new free block that holds so many bytes."""
+        if size <= _SMALL:
+            wanted = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            wanted = _LARGE_SEGMENT
+        else:
+            wanted = rounded_up(size, _SMALL_SEGMENT)
+        if self.reserved_bytes + wanted > self._limit:
+            self._release_unsplit(size)
+        if self.reserved_bytes + wanted > self._limit:
+            self.empty_cache()
+        if self.reserved_bytes + wanted > self._limit:
+            raise MemoryError(f"{wanted:,} bytes more than {self.reserved_bytes:,}")
+        if self._expands:
+            return self._expand(size)
+        address = self._next[size <= _SMALL]
+        self._next[size <= _SMALL] += (
+            wanted + ALLOCATION_BYTES
+        )  # which keep segments apart
+        self._segments[address] = wanted
+        self._add(address, wanted)
+        self._grow(wanted)
+        return address
+
+    def _expand(self, size: int) -> int:
+        """Put memory behind the first addresses that have room for so many bytes; return where they begin."""
+        is_small = size <= _SMALL
+        granule = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        begin = end = 0
+        for start in sorted(self._unmapped):
+            begin = end = self._ends.get(start, start)
+            while end - begin < size and (end in self._free or end in self._unmapped):
+                end += self._free.get(end) or self._unmapped[end]
+            if end - begin >= size and (start < 0) == is_small:
+                break
+        while (free := self._free.get(begin, 0)) < size:
+            start = begin + free
+            room = self._unmapped.pop(start)
+            mapped = min(room, rounded_up(size - free, granule))
+            if mapped < room:
+                self._unmapped[start + mapped] = room - mapped
+            self._add(start, mapped)
+            self._grow(mapped)
+        return begin
+
+    def _grow(self, num_bytes: int) -> None:
+        self.reserved_bytes += num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _add(self, address: int, size: int) -> None:
+        """Add a free block, united with those next to it."""
+        before = self._ends.get(address)
+        if before is not None:
+            size += self._remove(before)
+            address = before
+        if address + size in self._free:
+            size += self._remove(address + size)
+        self._free[address] = size
+        self._ends[address + size] = address
+        insort(self._pools[address < 0], (size, address))
+
+    def _remove(self, address: int) -> int:
+        """Remove a free block, and return its size."""
+        size = self._free.pop(address)
+        del self._ends[address + size]
+        pool = self._pools[address < 0]
+        del pool[bisect_left(pool, (size, address))]
+        return size
+
+    def _release(self, address: int) -> int:
+        """Release a segment that is one free block, and return its size."""
+        size = self._remove(address)
+        del self._segments[address]
+        self._grow(-size)
+        return size
+
+    def _release_unsplit(self, size: int) -> None:
+        """Release blocks of a size that is not split: one that would hold a request, or else the largest ones."""
+        wanted = max(size, self._most_split)
+        pool = self._pools[size <= _SMALL]
+        released = 0
+        while released < wanted and pool and pool[-1][0] >= self._most_split:
+            place = min(bisect_left(pool, (wanted,)), len(pool) - 1)
+            released += self._release(pool[place][1])
