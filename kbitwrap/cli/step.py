@@ -25,13 +25,14 @@ _PHASES = {
     "backward": "backward_bytes",
     "optimizer": "optimizer_bytes",
     "peak": "peak_bytes",
+    "reserved": "reserved_bytes",
 }
 _LOADING = "Loading the model, before the step, takes {}. It has to fit as well."
 _ON_TOP = (
-    "Tensors alone are counted. On a device more is held beside the peak: what no prediction knows, such as the "
-    "workspaces of cuBLAS, which has no bound for 8-bit layers; the CUDA context, 0.267 to 0.621 GiB (pytorch#86509), "
-    "the most of which is taken off --device-memory; fragmentation, and other programs. The longest sequence and the "
-    "largest batch leave no room for it: a lower --budget does."
+    "Up to the peak, tensors alone are counted. What has to fit is what CUDA's caching allocator reserves for them and "
+    "for the smaller workspaces of cuBLAS. Not counted are its larger ones, 48 MiB more from compute capability 9.0; "
+    "outliers of 8-bit layers, which have no bound; the CUDA context, 0.267 to 0.621 GiB (pytorch#86509), the most of "
+    "which is taken off --device-memory; and other programs."
 )
 
 
@@ -132,7 +133,8 @@ def plan_steps(
 def _tables(steps: Mapping[str, Result]) -> list[RenderableType]:
     """Lay the predictions out: the peaks of the phases, what fits, and what is held at the peak."""
     first, *_ = steps.values()
-    phases = [["precision", *_PHASES]]
+    shown = [name for name, key in _PHASES.items() if first[key] is not None]
+    phases = [["precision", *shown]]
     sizes = [
         [
             "precision",
@@ -142,7 +144,9 @@ def _tables(steps: Mapping[str, Result]) -> list[RenderableType]:
         ]
     ]
     for way, step in steps.items():
-        phases.append([way, *(format_bytes(step[key]) for key in _PHASES.values())])
+        # what is reserved is not known everywhere
+        found = [step[key] for key in _PHASES.values() if step[key] is not None]
+        phases.append([way, *map(format_bytes, found)])
         if "fits" in step:
             fits = "yes" if step["fits"] else "no"
             longest, largest = step["longest_sequence"], step["largest_batch"]

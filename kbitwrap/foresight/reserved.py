@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -58,7 +59,9 @@ def replay(
         ConfigError: The allocator's settings are not followed.
         MemoryError: The limit does not suffice.
     """
-    allocator = Allocator(limit)
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
+    allocator = Allocator(settings, limit)
     held = defaultdict[int, dict[Storage, int]](dict)
     for owner, events in loading:
         blocks = held[id(owner)]

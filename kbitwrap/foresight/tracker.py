@@ -300,6 +300,8 @@ class StepTracker(Peaks):
         phases: The most bytes held in each phase: ``{"forward": ..., "backward": ...,
             "optimizer": ...}``, without those that did not run.
         by_kind: The bytes held at the peak, by kind.
+        reserved_bytes: On CUDA the most bytes that torch's allocator had reserved by
+            the end, whoever asked for them; else ``None``.
         static_bytes: The bytes held at the start.
         sample_bytes: The bytes of the samples that a preparation of the model keeps
             beside all of these.
@@ -330,6 +332,7 @@ class StepTracker(Peaks):
         self._levels: Levels | None = None
         self.static_bytes = 0
         self.sample_bytes = 0
+        self.reserved_bytes: int | None = None
 
     def __enter__(self) -> StepTracker:
         on_cuda = any(parameter.is_cuda for parameter in self._model.parameters())
@@ -361,6 +364,8 @@ class StepTracker(Peaks):
 
     def __exit__(self, *exc: Any) -> None:
         self._stack.close()
+        if self._ledger.rounding > 1:  # on CUDA
+            self.reserved_bytes = torch.cuda.max_memory_reserved()
         self._levels = highest_levels(self._ledger.held(), self._ledger.spans)
 
     @property

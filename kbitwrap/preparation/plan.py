@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import Precision, PrepareConfig, format_bytes
@@ -33,6 +34,7 @@ from ..model.quantization import has_runtime_state, is_quantized_parameter
 from ..model.roles import Role
 from ..model.tree import ModelTree, only_reading
 from ..reports import Report, few, table
+from ..tensors.allocator import Allocator
 from ..tensors.bits import digest_bytes, is_dense
 from . import advice
 from .casts import Casts, peak_bytes
@@ -55,8 +57,9 @@ class Plan(Report):
             ones, until they are restored.
         peak_bytes: The most bytes live at any moment of ``prepare``, above those at its
             start.
-        cache_bytes: The bytes that PEFT's way would leave in a caching allocator: the
-            half originals, freed and kept.
+        cache_bytes: The bytes that PEFT's way would leave in CUDA's caching allocator:
+            those of half originals that no later cast uses again. Less than 0 where
+            casts use what was there.
         record_bytes: The bytes that the record itself holds beyond that: biases that
             bitsandbytes rewrites and, of a model on an accelerator, host copies of
             adapters that ``adapter_dtype`` rounds and, with ``keep_originals``, of all
@@ -296,14 +299,27 @@ def write_plan(casts: Casts) -> Plan:
         by_role=casts.by_role(),
         added_bytes=sum(edit.added_bytes for edit in edits),
         peak_bytes=max([peak_bytes(edits), *audited]),
-        # of the half originals that PEFT's way frees, and an allocator keeps
-        cache_bytes=sum(tensor.parameter.nbytes for tensor in casts.castable),
+        cache_bytes=_cached_by_peft(casts),
         record_bytes=sum(edit.record_bytes for edit in edits),
         warnings=warnings,
         alarms=tuple(alarms),
         casts=quantization.casts,
         sample_bytes=sum(map(sample_bytes, base.values())),
     )
+
+
+def _cached_by_peft(casts: Casts) -> int:
+    """Return the bytes that an allocator keeps of the originals that PEFT's way frees."""
+    allocator = Allocator()
+    blocks = {}
+    for tensor in casts.tree.tensors:
+        size = tensor.parameter.nbytes
+        blocks[id(tensor.parameter)] = allocator.allocate(size)
+    before = allocator.reserved_bytes - allocator.allocated_bytes
+    for tensor in casts.castable:
+        allocator.allocate(tensor.parameter.numel() * torch.float32.itemsize)
+        allocator.free(blocks[id(tensor.parameter)])
+    return allocator.reserved_bytes - allocator.allocated_bytes - before
 
 
 def edits_of_adapters(casts: Casts, around: Casts) -> list[Edit]:

@@ -8,7 +8,6 @@ only on a process that limits its share of the device.
 from __future__ import annotations
 
 import math
-import os
 import re
 from bisect import bisect_left, insort
 
@@ -27,9 +26,10 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 class Allocator:
-    """Counts what the allocator reserves on a device, with the settings in ``PYTORCH_ALLOC_CONF``.
+    """Counts what the allocator reserves on a device.
 
     Args:
+        settings: Its settings, as in ``PYTORCH_ALLOC_CONF``.
         limit: The most bytes that can be reserved.
 
     Attributes:
@@ -41,19 +41,17 @@ class Allocator:
         ConfigError: A setting is not followed, or has no such value.
     """
 
-    def __init__(self, limit: float = math.inf) -> None:
-        conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        conf = os.environ.get("PYTORCH_ALLOC_CONF", conf)
-        settings = dict(re.findall(r"(\w+)\s*:\s*(\w*)", conf))
-        most_split = settings.get("max_split_size_mb", "0")
-        is_other = {"backend", "roundup_power2_divisions"}.intersection(settings)
+    def __init__(self, settings: str = "", limit: float = math.inf) -> None:
+        found = dict(re.findall(r"(\w+)\s*:\s*(\w*)", settings))
+        most_split = found.get("max_split_size_mb", "0")
+        is_other = {"backend", "roundup_power2_divisions"}.intersection(found)
         if is_other or not most_split.isdigit():
             raise ConfigError(
                 f"PYTORCH_ALLOC_CONF: expected no backend, no roundup_power2_divisions, and a number as "
-                f"max_split_size_mb, found {conf!r}"
+                f"max_split_size_mb, found {settings!r}"
             )
         self._most_split = int(most_split) * _SMALL or math.inf
-        self._expands = settings.get("expandable_segments") == "True"
+        self._expands = found.get("expandable_segments") == "True"
         self._limit = limit
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
@@ -63,9 +61,9 @@ class Allocator:
         self._free: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._pools: tuple[list[tuple[int, int]], ...] = [], []
-        # where the next segment of each pool begins; the sizes of addresses without memory
-        self._next = [0, _SMALL_POOL]
-        self._unmapped = dict.fromkeys(self._next, 1 << 59) if self._expands else {}
+        # the sizes of addresses without memory
+        self._unmapped = dict.fromkeys((_SMALL_POOL, 0), 1 << 59)
+        self._gap = 0 if self._expands else ALLOCATION_BYTES
 
     def reset_peaks(self) -> None:
         """Let the highest figures begin anew."""
@@ -102,19 +100,20 @@ class Allocator:
     def empty_cache(self) -> None:
         """Release every segment in which nothing is in use, or the whole granules of it where segments expand."""
         for address, size in list(self._free.items()):
+            begin, end = address, address + size
             if self._expands:
                 granule = _SMALL_SEGMENT if address < 0 else _LARGE_SEGMENT
-                begin = rounded_up(address, granule)
-                end = (address + size) // granule * granule
-                if begin < end:
-                    self._remove(address)
+                begin, end = rounded_up(begin, granule), end // granule * granule
+            elif self._segments.get(address) != size:
+                continue
+            if begin < end:
+                self._remove(address)
+                self._grow(begin - end)
+                if self._expands:
                     self._unmapped[begin] = end - begin
-                    self._grow(begin - end)
-                    for left, right in ((address, begin), (end, address + size)):
-                        if left < right:
-                            self._add(left, right - left)
-            elif self._segments.get(address) == size:
-                self._release(address)
+                for left, right in ((address, begin), (end, address + size)):
+                    if left < right:
+                        self._add(left, right - left)
 
     def _best_fit(self, size: int) -> int | None:
         """Return the smallest free block that holds so many bytes, of those that may."""
@@ -136,34 +135,14 @@ class Allocator:
         return address if found < limit else None
 
     def _reserve(self, size: int) -> int:
-        """Return a new free block that holds so many bytes."""
-        if size <= _SMALL:
-            wanted = _SMALL_SEGMENT
-        elif size < _OWN_SEGMENT:
-            wanted = _LARGE_SEGMENT
-        else:
-            wanted = rounded_up(size, _SMALL_SEGMENT)
-        if self.reserved_bytes + wanted > self._limit:
-            self._release_unsplit(size)
+        """Put memory behind the first addresses that have room for so many bytes; return where they begin."""
+        is_small = size <= _SMALL
+        granule = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        wanted = granule if size < _OWN_SEGMENT else rounded_up(size, _SMALL_SEGMENT)
         if self.reserved_bytes + wanted > self._limit:
             self.empty_cache()
         if self.reserved_bytes + wanted > self._limit:
             raise MemoryError(f"{wanted:,} bytes more than {self.reserved_bytes:,}")
-        if self._expands:
-            return self._expand(size)
-        address = self._next[size <= _SMALL]
-        self._next[size <= _SMALL] += (
-            wanted + ALLOCATION_BYTES
-        )  # which keep segments apart
-        self._segments[address] = wanted
-        self._add(address, wanted)
-        self._grow(wanted)
-        return address
-
-    def _expand(self, size: int) -> int:
-        """Put memory behind the first addresses that have room for so many bytes; return where they begin."""
-        is_small = size <= _SMALL
-        granule = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
         begin = end = 0
         for start in sorted(self._unmapped):
             begin = end = self._ends.get(start, start)
@@ -174,11 +153,13 @@ class Allocator:
         while (free := self._free.get(begin, 0)) < size:
             start = begin + free
             room = self._unmapped.pop(start)
-            mapped = min(room, rounded_up(size - free, granule))
-            if mapped < room:
-                self._unmapped[start + mapped] = room - mapped
-            self._add(start, mapped)
-            self._grow(mapped)
+            if self._expands:
+                wanted = min(room, rounded_up(size - free, granule))
+            if wanted < room:  # a gap keeps segments apart
+                self._unmapped[start + wanted + self._gap] = room - wanted
+            self._segments[start] = wanted
+            self._add(start, wanted)
+            self._grow(wanted)
         return begin
 
     def _grow(self, num_bytes: int) -> None:
@@ -204,19 +185,3 @@ class Allocator:
         pool = self._pools[address < 0]
         del pool[bisect_left(pool, (size, address))]
         return size
-
-    def _release(self, address: int) -> int:
-        """Release a segment that is one free block, and return its size."""
-        size = self._remove(address)
-        del self._segments[address]
-        self._grow(-size)
-        return size
-
-    def _release_unsplit(self, size: int) -> None:
-        """Release blocks of a size that is not split: one that would hold a request, or else the largest ones."""
-        wanted = max(size, self._most_split)
-        pool = self._pools[size <= _SMALL]
-        released = 0
-        while released < wanted and pool and pool[-1][0] >= self._most_split:
-            place = min(bisect_left(pool, (wanted,)), len(pool) - 1)
-            released += self._release(pool[place][1])

@@ -190,7 +190,8 @@ def test_a_70b_is_planned_by_arithmetic_and_without_its_memory() -> None:
         "norm": {"count": 2 * layers + 1, "bytes": norms, "added_bytes": norms},
         "quantized": {"count": 7 * layers, "bytes": linears // 2, "added_bytes": 0},
     }
-    assert plan.added_bytes == plan.cache_bytes == 2 * embeddings + norms
+    assert plan.added_bytes == 2 * embeddings + norms
+    assert 0 <= 2 * embeddings - plan.cache_bytes < MIB  # those of the norms are used again
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_the_known_figures_of_full(memory_tables: Any, name: str, added: float, 
     plan = Plan.for_pretrained(memory_tables.CONFIGS[name], NF4, torch.bfloat16, precision="full")
     assert plan.added_bytes / MIB == added
     assert plan.peak_bytes / MIB == peak
-    assert plan.cache_bytes == plan.added_bytes
+    assert abs(plan.cache_bytes - plan.added_bytes) < 3 * MIB
     assert plan.by_role["norm"]["added_bytes"] / MIB < 1.2
 
 
