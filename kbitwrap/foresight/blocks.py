@@ -21,7 +21,15 @@ import torch
 from torch import nn
 
 from .fakes import tensors_in
-from .ledger import BACKWARD, Events, Ledger, Position, Span
+from .ledger import (
+    BACKWARD,
+    Events,
+    Ledger,
+    Position,
+    Sizes,
+    Span,
+    highest_levels,
+)
 from .tracker import Watch
 
 T = TypeVar("T")
@@ -326,11 +334,11 @@ class Blocks:
 
 
 def _effect(span: Span) -> Any:
-    """Return the effect of a span on memory, which is equal for spans that do the same."""
-    sizes = [
-        (storage.kind, number * storage.num_bytes) for storage, number in span.events
-    ]
-    return span.mark.phase, sizes
+    """Return what a span changes in memory in the end and at most, which is equal for spans that do the same."""
+    net = Sizes()
+    for storage, number in span.events:
+        net[storage.kind] += number * storage.num_bytes
+    return net, highest_levels(Sizes(), [span])
 
 
 def _outermost(

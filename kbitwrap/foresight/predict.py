@@ -161,10 +161,8 @@ class StepPredictor:
         >>> nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         >>> predict = StepPredictor(config, quantization_config=nf4)
         >>> longest = predict.longest_sequence("1200MiB", batch_size=1)
-        >>> predict(1, longest).peak_bytes <= 1200 * 2**20 < predict(
-        ...     1, longest + 1
-        ... ).peak_bytes
-        True
+        >>> predict.fits("1200MiB", 1, longest), predict.fits("1200MiB", 1, longest + 1)
+        (True, False)
     """
 
     def __init__(

@@ -58,8 +58,7 @@ class Plan(Report):
         peak_bytes: The most bytes live at any moment of ``prepare``, above those at its
             start.
         cache_bytes: The bytes that PEFT's way would leave in CUDA's caching allocator:
-            those of half originals that no later cast uses again. Less than 0 where
-            casts use what was there.
+            those of half originals that no later cast uses again.
         record_bytes: The bytes that the record itself holds beyond that: biases that
             bitsandbytes rewrites and, of a model on an accelerator, host copies of
             adapters that ``adapter_dtype`` rounds and, with ``keep_originals``, of all
@@ -319,7 +318,7 @@ def _cached_by_peft(casts: Casts) -> int:
     for tensor in casts.castable:
         allocator.allocate(tensor.parameter.numel() * torch.float32.itemsize)
         allocator.free(blocks[id(tensor.parameter)])
-    return allocator.reserved_bytes - allocator.allocated_bytes - before
+    return max(allocator.reserved_bytes - allocator.allocated_bytes - before, 0)
 
 
 def edits_of_adapters(casts: Casts, around: Casts) -> list[Edit]:

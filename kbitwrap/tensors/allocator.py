@@ -33,7 +33,9 @@ class Allocator:
         limit: The most bytes that can be reserved.
 
     Attributes:
-        blocks: The sizes of the blocks in use, by their addresses.
+        blocks: The sizes of the blocks in use, by their addresses, and ``free_blocks``
+            those of the others. Small blocks have addresses below 0; segments do not
+            touch each other.
         allocated_bytes: Their bytes, and ``peak_allocated_bytes`` the most so far.
         reserved_bytes: The bytes of all segments, and ``peak_reserved_bytes`` the most.
 
@@ -57,8 +59,8 @@ class Allocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.blocks: dict[int, int] = {}
         self._segments: dict[int, int] = {}
-        # of free blocks: the size by the address, the address by the end, both by size in each pool
-        self._free: dict[int, int] = {}
+        self.free_blocks: dict[int, int] = {}
+        # of free blocks, the addresses by the ends; and the sizes with the addresses, in order, of both pools
         self._ends: dict[int, int] = {}
         self._pools: tuple[list[tuple[int, int]], ...] = [], []
         # the sizes of addresses without memory
@@ -99,7 +101,7 @@ class Allocator:
 
     def empty_cache(self) -> None:
         """Release every segment in which nothing is in use, or the whole granules of it where segments expand."""
-        for address, size in list(self._free.items()):
+        for address, size in list(self.free_blocks.items()):
             begin, end = address, address + size
             if self._expands:
                 granule = _SMALL_SEGMENT if address < 0 else _LARGE_SEGMENT
@@ -146,11 +148,13 @@ class Allocator:
         begin = end = 0
         for start in sorted(self._unmapped):
             begin = end = self._ends.get(start, start)
-            while end - begin < size and (end in self._free or end in self._unmapped):
-                end += self._free.get(end) or self._unmapped[end]
+            while end - begin < size and (
+                end in self.free_blocks or end in self._unmapped
+            ):
+                end += self.free_blocks.get(end) or self._unmapped[end]
             if end - begin >= size and (start < 0) == is_small:
                 break
-        while (free := self._free.get(begin, 0)) < size:
+        while (free := self.free_blocks.get(begin, 0)) < size:
             start = begin + free
             room = self._unmapped.pop(start)
             if self._expands:
@@ -172,15 +176,15 @@ class Allocator:
         if before is not None:
             size += self._remove(before)
             address = before
-        if address + size in self._free:
+        if address + size in self.free_blocks:
             size += self._remove(address + size)
-        self._free[address] = size
+        self.free_blocks[address] = size
         self._ends[address + size] = address
         insort(self._pools[address < 0], (size, address))
 
     def _remove(self, address: int) -> int:
         """Remove a free block, and return its size."""
-        size = self._free.pop(address)
+        size = self.free_blocks.pop(address)
         del self._ends[address + size]
         pool = self._pools[address < 0]
         del pool[bisect_left(pool, (size, address))]
