@@ -223,12 +223,8 @@ class SimulatedModel:
         # While it lives, weights that are upcast at use follow what is done to the
         # model.
         self._preparation: Preparation | None = None
-        self.casts: list[Any] = []
         sizes = {one: one.nbytes for one in base.parameters()}
-
-        def grown() -> list[Any]:
-            return [one for one in sizes if one.nbytes > sizes[one]]
-
+        empties_cache = False
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
             kept = [
@@ -237,9 +233,6 @@ class SimulatedModel:
                 if id(one) in tree.adapter_ids
             ]
             base, empties_cache = _prepared_by_peft(base, fields)
-            self.casts = grown()
-            if empties_cache:
-                self.casts.append(None)
             for one, stored, is_trained in kept:  # they are made after it
                 one.data = one.data.to(stored)
                 one.requires_grad = is_trained
@@ -254,10 +247,12 @@ class SimulatedModel:
             tree = tree_of(base)
             self._preparation.apply(plan_for(tree, config, engine), tree)
             self.warnings = self._preparation.plan.warnings
-            # The largest come first, and each frees its original.
-            for parameter in sorted(grown(), key=lambda one: -one.nbytes):
-                self.casts += [parameter, None] if config.empty_cache else [parameter]
-            self.casts += [None] if config.empty_cache else []
+            empties_cache = config.empty_cache
+        self.casts: list[Any] = [one for one in sizes if one.nbytes > sizes[one]]
+        if self._preparation is not None:  # which casts the largest first
+            self.casts.sort(key=lambda one: -one.nbytes)
+        if empties_cache:
+            self.casts.append(None)
         adapters = None if has_adapters else checked(lora)
         is_cut_first = are_default(adapters)  # to make fewer adapters
         if is_cut_first:

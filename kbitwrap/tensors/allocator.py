@@ -46,10 +46,11 @@ class Allocator:
     def __init__(self, settings: str = "", limit: float = math.inf) -> None:
         found = dict(re.findall(r"(\w+)\s*:\s*(\w*)", settings))
         most_split = found.get("max_split_size_mb", "0")
-        is_other = {"backend", "roundup_power2_divisions"}.intersection(found)
+        is_other = found.get("backend", "native") != "native"
+        is_other = is_other or "roundup_power2_divisions" in found
         if is_other or not most_split.isdigit():
             raise ConfigError(
-                f"PYTORCH_ALLOC_CONF: expected no backend, no roundup_power2_divisions, and a number as "
+                "PYTORCH_ALLOC_CONF: expected the native backend, no roundup_power2_divisions, and a number as "
                 f"max_split_size_mb, found {settings!r}"
             )
         self._most_split = int(most_split) * _SMALL or math.inf
