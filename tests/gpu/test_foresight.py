@@ -149,10 +149,36 @@ def test_a_tracker_counts_what_is_predicted_for_the_device(folders: dict[str, Pa
     assert tracker.peak_bytes <= allocated
 
 
-def test_the_longest_sequence_within_a_budget_is_where_the_allocator_reaches_it(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("way", ["norms", "peft"])
+def test_what_is_reserved_for_a_step_is_what_is_predicted(folders: dict[str, Path], way: str) -> None:
+    run = Run(folders["llama"], way, True)
+    run.peak_bytes(batch_of(2048))
+    larger = workspaces() - THREADS * WORKSPACE_BYTES[0]
+    predicted = predict_step(
+        folders["llama"],
+        precision=way,
+        batch_size=BATCH,
+        seq_len=2048,
+        lora=LORA,
+        quantization_config=NF4,
+        **fields(True),
+    )
+    assert predicted.reserved_bytes is not None
+    assert (
+        abs(predicted.reserved_bytes - (torch.cuda.max_memory_reserved() - larger)) <= 0.03 * predicted.reserved_bytes
+    )
+
+
+def test_the_longest_sequence_runs_within_its_budget_and_a_longer_one_runs_out(folders: dict[str, Path]) -> None:
     budget = 4 * 2**30
     predict = StepPredictor(folders["llama"], lora=LORA, quantization_config=NF4, **fields(True))
     longest = predict.longest_sequence(budget, BATCH)
-    run = Run(folders["llama"], "norms", True)
-    below, above = (run.peak_bytes(batch_of(int(longest * share))) - workspaces() for share in (0.97, 1.03))
-    assert below < budget < above
+    larger = workspaces() - THREADS * WORKSPACE_BYTES[0]
+    torch.cuda.set_per_process_memory_fraction((budget + larger) / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        run = Run(folders["llama"], "norms", True)
+        run.step(batch_of(int(longest * 0.95)))
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            run.step(batch_of(int(longest * 1.05)))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
