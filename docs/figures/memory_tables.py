@@ -95,8 +95,8 @@ def role_table() -> str:
 
 
 def peak_table() -> str:
-    """What `"full"` adds, its peak, and what PEFT's way frees into the cache and may so reserve, by model."""
-    rows = [["model", "stays", "peak", "PEFT's way: freed into the cache", "PEFT's way: reserved, at most"]]
+    """What `"full"` adds, its peak, and what PEFT's way leaves in the cache and so reserves, by model."""
+    rows = [["model", "stays", "peak", "PEFT's way: left in the cache", "PEFT's way: reserved"]]
     for name in CONFIGS:
         full = plan(name, Precision.FULL)
         reserved = full.added_bytes + full.cache_bytes
@@ -119,12 +119,12 @@ def step(name: str, precision: str) -> StepMemory:
 
 def step_table() -> str:
     """The levels of a training step of 2048 tokens on CUDA, by model and preparation, in GiB."""
-    rows = [["model", "precision", "before", "forward", "backward", "optimizer", "peak"]]
+    rows = [["model", "precision", "before", "forward", "backward", "optimizer", "peak", "reserved"]]
     for name in ("Mistral-7B-v0.3", "Llama-3-8B"):
         for precision in ("peft", "compute", "norms", "none"):
             found = step(name, precision)
             phases = found.static_bytes, found.forward_bytes, found.backward_bytes, found.optimizer_bytes
-            levels = (*phases, found.peak_bytes)
+            levels = (*phases, found.peak_bytes, found.reserved_bytes or 0)
             rows.append([name, f"`{precision}`", *(f"{level / 2**30:.2f}" for level in levels)])
     return markdown_table(rows, "---:")
 
