@@ -37,6 +37,7 @@ from .trainers import Rehearsal
 from .unknown import Unknown, sampled_bytes, unknowns
 
 _OVER_EVERY_BUDGET = 1 << 80  # bytes
+_SHARE = 7  # of a budget, as a power of 2, to which the least that suffices is told
 # the default dtype, and what transformers is told, are those of the process
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -355,17 +356,22 @@ class StepPredictor:
         return largest(num_bytes, limit_bytes, numbers, limit)
 
     def _needed_bytes(self, batch: tuple[int, int], limit: int) -> int:
-        """Return the most that a run with a batch reserves: at most a limit, if that suffices."""
+        """Return about the least that suffices for a run with a batch; on the right side of a limit."""
         try:
             step = self._step(*batch)
         except TooLongError:  # some positions of the model's own longest are taken
             return _OVER_EVERY_BUDGET
         if step.reserved is None:
             return max(step.peak_bytes, self._loading_bytes or 0)
-        if step.peak_bytes <= limit < step.reserved.most:
-            with contextlib.suppress(MemoryError):
-                return self._replay(step, limit).most
-        return step.reserved.most
+        low, high = step.peak_bytes, step.reserved.most
+        tried = min(limit, high)
+        while low < tried < high:
+            try:
+                high = max(self._replay(step, tried).most, low + 1)
+            except MemoryError:
+                low = tried
+            tried = (low + high) // 2 if high - low > limit >> _SHARE else high
+        return high
 
     @property
     def _loading_bytes(self) -> int | None:
