@@ -41,8 +41,8 @@ def replay(
 ) -> Reserved:
     """Let an allocator make and free what a run does.
 
-    Of storages that are alike the last one is freed: one of the same bytes, made at the
-    same place of its block if there is such a one.
+    Blocks that do the same are told apart by what they free: the last storage that was
+    made at the same place of a block, or else the first one of the same bytes.
 
     Args:
         loading: What loading the model makes and frees.
