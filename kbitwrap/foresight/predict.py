@@ -101,7 +101,9 @@ def predict_step(
         num_devices: The number of devices.
         exact: Run every block, and not a few of each kind whose memory the others
             repeat.
-        **fields: Fields of ``PrepareConfig``.
+        **fields: Fields of ``PrepareConfig``; of these ``"peft"`` takes those of
+            checkpointing, and ``empty_cache`` for its ``auto_clear_cache``, which is
+            true from PEFT 0.19 on.
 
     Returns:
         The prediction.
@@ -287,8 +289,8 @@ class StepPredictor:
         """Find the longest sequence, in tokens, whose step fits a budget: at most the model's own longest.
 
         Args:
-            budget: Bytes, or a string such as ``"8GiB"``, for all that the step, and
-                loading the model before it, hold.
+            budget: Bytes, or a string such as ``"8GiB"``, for all that is reserved for
+                the step, and for loading and preparing the model before it.
             batch_size: Sequences in the batch.
 
         Returns:
@@ -306,8 +308,8 @@ class StepPredictor:
         """Find the largest batch whose step fits a budget.
 
         Args:
-            budget: Bytes, or a string such as ``"8GiB"``, for all that the step, and
-                loading the model before it, hold.
+            budget: Bytes, or a string such as ``"8GiB"``, for all that is reserved for
+                the step, and for loading and preparing the model before it.
             seq_len: Tokens in a sequence.
 
         Returns:
