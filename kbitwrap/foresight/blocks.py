@@ -99,7 +99,8 @@ class Stack:
         """Leave out blocks: number the others from 0, and make the config one of so many.
 
         Args:
-            num_inner: How many between the first and the last of each kind are kept.
+            num_inner: How many between the first and the last of each kind are kept. It
+                may be called again with fewer.
         """
         wanted = list(range(len(self.kinds)))
         for kind in set(self.kinds):
@@ -108,9 +109,9 @@ class Stack:
             if left_out:
                 one, other = (Part(self._number, number) for number in of_kind[1:3])
                 self.twins[one] = other
-            for number in left_out:
-                wanted.remove(number)
-                self.parts[number] = one
+                for number in left_out:
+                    wanted.remove(number)
+                    self.parts[number] = one
         places = [self.kept.index(number) for number in wanted]
         blocks = [self.blocks[place] for place in places]
         for number, block in enumerate(blocks):

@@ -50,7 +50,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # of two hooks on one module, the first to run has removed it
+            # where two hooks wrap one loader, the outer one, which runs first, has removed this
             vars(loader).pop("exec_module", None)
             execute(module)
             hook(module)

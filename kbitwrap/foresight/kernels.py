@@ -17,8 +17,8 @@ from torch import Tensor
 def _write(tile: Tensor, *args: Any, **_: Any) -> None:
     """Stand for the launch of a kernel: make its floating-point outputs values that are not known.
 
-    They are written with an element of the tile, which depends on activations. The kernel
-    allocates nothing; the Python around it does, and runs.
+    The tile depends on activations, so what is written with an element of it counts as not
+    known too. The kernel allocates nothing; the Python around it does, and runs.
     """
     if tile.numel():
         for value in args:
@@ -47,7 +47,7 @@ def fused_heads_on_cuda() -> Iterator[None]:
     add_in_float32 = module._addmm_fp32
 
     def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-        # of half tensors, cuBLAS writes it in its place
+        # cuBLAS adds a product of half tensors in the total itself: nothing is allocated
         if left.dtype not in (torch.float16, torch.bfloat16):
             add_in_float32(total, left, right)
 

@@ -425,9 +425,8 @@ class StepPredictor:
                     seq_len,
                     self._on_cuda,
                 ).step()
-        except (
-            UnsupportedModelError
-        ):  # a NotRepeatedError too: `_explained` raised this
+        # `_explained` makes one of a NotRepeatedError too.
+        except UnsupportedModelError:
             if not blocks.is_cut:
                 raise
         # it may be that the model cannot run with fewer blocks

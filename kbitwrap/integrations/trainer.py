@@ -135,9 +135,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
         # on all ranks, which read a sharded model together
         self._manifest = None if prepared is None else prepared.manifest()
-        if (
-            state.global_step
-        ):  # Training is resumed: what is wrong with that is said first.
+        # Training is resumed: what is wrong with that is said first.
+        if state.global_step:
             self._compare(state)
         if prepared is None:
             raise StateError(
@@ -246,8 +245,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 stacklevel=3,
             )
             return
-        found = ManifestDiff({"": {"prepared": (True, False)}})
-        if self._manifest is not None:
+        if self._manifest is None:
+            found = ManifestDiff({"": {"prepared": (True, False)}})  # expected, found
+        else:
             found = self._manifest.diff_essence(expected)
         if not found:
             return
