@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import RenderableType
 
@@ -67,14 +66,14 @@ def plan_steps(
     """
     rank = rank or 16
     kernels = kernels or "cuda"
-    steps: dict[str, Result] = {}
+    steps = {}
     with working(f"building {model}", trust_remote_code) as doing:
         from peft import LoraConfig
 
         source = read_config(model, True) if trust_remote_code else model
         kind, config = choose_quantization(source, model, quant, dtype)
         task = "SEQ_CLS" if trainer == "reward" else None
-        settings: dict[str, Any] = {
+        settings = {
             "lora": LoraConfig(r=rank, target_modules="all-linear", task_type=task),
             "quantization_config": config,
             "dtype": dtype,
@@ -120,7 +119,7 @@ def plan_steps(
         details.append(f"--trainer {trainer}")
     if engine is not None:
         details.append(f"{engine} on {devices} devices")
-    parts: list[RenderableType] = [
+    parts = [
         f"{model}: a step of {', '.join(details)}",
         *_tables(steps),
     ]

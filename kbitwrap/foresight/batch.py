@@ -152,8 +152,8 @@ def make_batch(
 
 def ordinary_token(model: nn.Module) -> int:
     """Return a token that means nothing special to a model, such as padding."""
-    special: set[Any] = set()
-    config: Any = getattr(model, "config", None)
+    special = set()
+    config = getattr(model, "config", None)
     parts = [] if config is None else [config, config.get_text_config()]
     for part in parts:
         for name, value in vars(part).items():

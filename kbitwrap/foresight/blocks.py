@@ -377,7 +377,7 @@ def _is_numbered(num_blocks: int, config: Any, holder: nn.Module) -> bool:
 
 def _kinds(blocks: nn.ModuleList) -> list[int]:
     """Return the kind of each block of a stack."""
-    kinds: list[int] = []
+    kinds = []
     numbers: dict[Hashable, int] = {}
     is_trained = False
     for block in blocks:
@@ -391,7 +391,7 @@ def _kinds(blocks: nn.ModuleList) -> list[int]:
 
 def _signature(block: nn.Module) -> Hashable:
     """Return a block's classes, settings, and shapes and dtypes of tensors: alike in blocks that do the same."""
-    settings: list[Any] = []
+    settings = []
     for path, module in block.named_modules():
         num_hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
         settings += [path, type(module), num_hooks]

@@ -17,7 +17,7 @@ _REFERENCE = "ref"  # TRL's name of the adapter that it copies for a reference
 
 def is_trainer(source: Any) -> bool:
     """Return whether something is a trainer of transformers, or one derived from it."""
-    module: Any = sys.modules.get("transformers.trainer")
+    module = sys.modules.get("transformers.trainer")
     return module is not None and isinstance(source, module.Trainer)
 
 
@@ -53,14 +53,14 @@ class BuiltTrainer:
             raise ConfigError(
                 "optimizer: one that was made before the trainer is not predicted: name it in args.optim"
             )
-        rows: list[Any] = []
+        rows = []
         if trainer.train_dataset is not None:
             rows = list(itertools.islice(trainer.train_dataset, MOST_ROWS))
         if not all(map(_num_tokens, rows)):
             rows = []  # some do not tell their length
         rows.sort(key=_num_tokens, reverse=True)
         self._rows = rows
-        self.seq_len: int | None = None
+        self.seq_len = None
         if rows:
             longest = _num_tokens(rows[0])
             most = getattr(trainer.data_collator, "max_length", None)

@@ -86,7 +86,7 @@ class CudaFunctions(TorchFunctionMode):
 
 def _run_engine(loss: Tensor, *_: Any, **__: Any) -> None:
     """Run the backward pass of a loss by autograd's engine itself: torch's functions would turn the mode off."""
-    engine: Any = torch.autograd.Variable._execution_engine
+    engine = torch.autograd.Variable._execution_engine
     gradient = torch.ones_like(loss)
     engine.run_backward(
         (loss,),

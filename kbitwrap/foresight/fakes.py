@@ -32,7 +32,7 @@ def _grouped_product(
     left: Any, right: Any, offsets: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
     """Return the output of a product of groups, whose fake kernel refuses the dtypes that a CPU multiplies."""
-    shapes: Any = torch._meta_registrations
+    shapes = torch._meta_registrations
     return shapes._create_grouped_mm_output_tensor(left, right, offsets, out_dtype)
 
 
@@ -91,7 +91,7 @@ def in_memory_of(tensor: Tensor, memory: Memory, device: str) -> Tensor:
     if storage not in memory:
         bits = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
         memory[storage] = bits.untyped_storage()
-    place: Any = memory[storage]
+    place = memory[storage]
     return made.set_(place, tensor.storage_offset(), shape, strides)
 
 
@@ -267,7 +267,7 @@ class KnownValues(TorchDispatchMode):
 
     def _positions(self, indices: Any) -> list[Any]:
         """Return the indices, with the positions that known masks select in place of these."""
-        positions: list[Any] = []
+        positions = []
         for index in indices:
             is_mask = index is not None and index.dtype == torch.bool
             if is_mask and self._is_known(index):
@@ -289,7 +289,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, (tuple, list)):
         return []
-    found: list[Tensor] = []
+    found = []
     for part in value:
         found += tensors_in(part)
     return found

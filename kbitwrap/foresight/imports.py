@@ -39,7 +39,7 @@ class _Finder:
         if name not in self._hooks:
             return None
         for finder in sys.meta_path:
-            spec: Any = None if finder is self else finder.find_spec(name, path, target)
+            spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
                 self._call_after(spec.loader, self._hooks[name])
                 return spec

@@ -36,7 +36,7 @@ def fused_heads_on_cuda() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    module: Any = sys.modules.get("trl.kernels.chunked_logprob")
+    module = sys.modules.get("trl.kernels.chunked_logprob")
     if module is None:
         yield
         return
@@ -53,7 +53,7 @@ def fused_heads_on_cuda() -> Iterator[None]:
 
     # A launch is written ``kernel[grid](...)``.
     launches: Any = defaultdict(lambda: _write)
-    replacements: dict[str, Any] = {
+    replacements = {
         "_use_triton": uses_triton,
         "_forward_kernel": launches,
         "_backward_kernel": launches,

@@ -129,7 +129,7 @@ def refuse_hqq_files(folder: Any) -> None:
     from safetensors import SafetensorError, safe_open
 
     for file in Path(folder).glob("*.safetensors"):
-        names: list[str] = []
+        names = []
         with (
             contextlib.suppress(OSError, SafetensorError),
             safe_open(file, "pt") as tensors,
@@ -163,8 +163,8 @@ def _in_order(model: Any) -> list[_Loaded]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key
 
-    merged: dict[str, str] = {}
-    renamed: dict[str, str] = {}
+    merged = {}
+    renamed = {}
     for conversion in get_model_conversion_mapping(model):
         first = conversion.source_patterns[0].lstrip("^").replace("\\.", ".")
         for pattern in conversion.target_patterns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -115,7 +114,7 @@ class StepMemory(Peaks, Report):
 
     def __str__(self) -> str:
         levels = {"before": self.static_by_kind, **self.levels}
-        rows: list[Sequence[str]] = [("held for", *levels)]
+        rows = [("held for", *levels)]
         for kind in KINDS:
             sizes = [level.get(kind, 0) for level in levels.values()]
             if any(sizes):

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 def _four_bit_product(*args: Any, **kwargs: Any) -> Tensor:
     """Compute the 4-bit matrix product as bitsandbytes does where it has no kernel: dequantizing comes first."""
-    operations: Any = sys.modules["bitsandbytes.backends.default.ops"]
+    operations = sys.modules["bitsandbytes.backends.default.ops"]
     return operations._gemm_4bit_default_impl(*args, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -24,7 +24,7 @@ def _int8_product(
     a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, dtype: Any = None
 ) -> Tensor:
     """Compute the 8-bit matrix product and its scaling, with the int32 result between them."""
-    parts: Any = torch.ops.bitsandbytes
+    parts = torch.ops.bitsandbytes
     product = parts.int8_linear_matmul(a, b)
     return parts.int8_mm_dequant(product, rows, columns, dtype=dtype, bias=bias)  # type: ignore[no-any-return]
 
@@ -64,7 +64,7 @@ def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
 
 def statistics_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that hold the quantization state of a layer, beside its weight."""
-    holders: list[Any] = list(filter(_is_of_library, vars(module).values()))
+    holders = list(filter(_is_of_library, vars(module).values()))
     for parameter in module._parameters.values():
         if parameter is not None:
             holders.append(vars(parameter))
@@ -160,7 +160,7 @@ def quantize_weight(parameter: Any, weight: Tensor) -> Any:
         half = torch.empty_like(weight, dtype=torch.float16)
         codes = torch.empty_like(half, dtype=torch.int8)
         return codes, half.new_empty(weight.shape[0], dtype=torch.float32)
-    functional: Any = sys.modules["bitsandbytes.functional"]
+    functional = sys.modules["bitsandbytes.functional"]
     return functional.quantize_4bit(
         weight.contiguous(),
         blocksize=parameter.blocksize,
@@ -225,6 +225,6 @@ def unlogged() -> Iterator[None]:
 
 def warm_tables() -> None:
     """Make the table that bitsandbytes keeps of 8-bit codes, so that it is not made of fake tensors."""
-    functional: Any = sys.modules.get("bitsandbytes.functional")
+    functional = sys.modules.get("bitsandbytes.functional")
     if functional is not None:
         functional.quantize_blockwise(torch.ones(256, device="cpu"))

@@ -25,7 +25,7 @@ def tokenizer_of(vocabulary_size: int, ordinary: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words: dict[str, int] = {_WORD: ordinary}
+    words = {_WORD: ordinary}
     free = (number for number in range(vocabulary_size) if number != ordinary)
     words.update(zip(_SPECIAL, free, strict=False))
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -45,7 +45,7 @@ def _text(length: int) -> str:
 
 def _tokens(args: Any, token: int, seq_len: int) -> Row:
     """Return a row that transformers' own collator and TRL's for SFT take."""
-    row: Row = {"input_ids": [token] * seq_len, "labels": [token] * seq_len}
+    row = {"input_ids": [token] * seq_len, "labels": [token] * seq_len}
     if getattr(args, "packing", False) and args.packing_strategy != "wrapped":
         # packed documents are more than one, and attention keeps them apart
         half = seq_len // 2
@@ -68,7 +68,7 @@ def _unpaired(args: Any, token: int, seq_len: int) -> Row:
     """Return a prompt of half the length with one answer, and another's answer where the loss compares with those."""
     prompt = seq_len // 2
     answer = [token] * (seq_len - prompt)
-    row: Row = {"prompt_ids": [token] * prompt, "completion_ids": answer, "label": True}
+    row = {"prompt_ids": [token] * prompt, "completion_ids": answer, "label": True}
     if args.loss_type == "kto":
         row["KL_completion_ids"] = answer
     return row

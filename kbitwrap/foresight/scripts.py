@@ -118,7 +118,7 @@ class _LibraryPatches:
 
     def build_models(self, module: Any) -> None:
         """Let models be built without weights."""
-        build: Any = classmethod(_build_pretrained)  # type: ignore[arg-type]
+        build = classmethod(_build_pretrained)  # type: ignore[arg-type]
         self.replace(module.PreTrainedModel, "from_pretrained", build)
 
     def adapt_models(self, module: Any) -> None:

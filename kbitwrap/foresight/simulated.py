@@ -94,7 +94,7 @@ def without_values(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModelError: A forward is a function that was made for the model.
     """
-    memo: dict[int, Any] = {}
+    memo = {}
     with _ShapeCopies() as copies:
         for parameter in model.parameters():
             data = in_memory_of(parameter.data, copies.memory, "meta")
@@ -104,7 +104,7 @@ def without_values(model: nn.Module) -> nn.Module:
             memo[id(parameter)] = made
             for name, value in vars(parameter).items():
                 vars(made)[name] = copy.deepcopy(value, memo)
-        copied: nn.Module = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         # functions that were made for the original, of which the copy's class has its own
         for name, value in list(vars(module).items()):

@@ -191,7 +191,7 @@ class Rehearsal(ModelStep):
         if self._built is not None:
             self._built.prepare(model)
         takes = inspect.signature(self._class.__init__).parameters
-        options: dict[str, Any] = {}
+        options = {}
         if "peft_config" in takes:
             options["peft_config"] = lora
         else:
@@ -201,7 +201,7 @@ class Rehearsal(ModelStep):
         with self.in_force(), tempfile.TemporaryDirectory() as folder:
             args.output_dir = folder
             _ = args.device  # is set up before there is an accelerator
-            rows: Any = [self._rows.first] * 4
+            rows = [self._rows.first] * 4
             if self._name != "Trainer":
                 rows = importlib.import_module("datasets").Dataset.from_list(rows)
                 tokenizer = tokenizer_of(vocabulary_size, self._token)

@@ -30,8 +30,8 @@ def process_of_trainer(own: list[dict[str, Any]]) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    state: Any = importlib.import_module("accelerate.state")
-    numpy: Any = importlib.import_module("numpy")
+    state = importlib.import_module("accelerate.state")
+    numpy = importlib.import_module("numpy")
     classes = (state.PartialState, state.AcceleratorState, state.GradientState)
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with contextlib.ExitStack() as stack:
@@ -42,7 +42,7 @@ def process_of_trainer(own: list[dict[str, Any]]) -> Iterator[None]:
         for logger in map(logging.getLogger, _LOGGERS):
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
-        bars: Any = sys.modules.get("datasets.utils")
+        bars = sys.modules.get("datasets.utils")
         if bars is not None and bars.is_progress_bar_enabled():
             stack.callback(bars.enable_progress_bars)
             bars.disable_progress_bars()
