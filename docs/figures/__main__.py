@@ -13,6 +13,7 @@ WRITES = {
     "benchmarks": "docs/benchmarks.md: timings, bytes and numbers beside PEFT's",
     "clients": "nothing: writes models with the configs of the hub, which other clients then compute (`.ci/run --all`)",
     "compatibility": "docs/compatibility.md: what the tests of the quantizers find",
+    "eight_gb": "docs/eight_gb.md: what trains on 8 GB that host and device share; with --host, what the host takes",
     "evidence": "docs/evidence.md, with its plot: what norms in float32 are worth",
     "fits": "docs/fits.md: the longest sequences and largest batches of known models, by device",
     "front": "docs/pictures/front.svg: what merges lose and what a step takes, of README and front page",

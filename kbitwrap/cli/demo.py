@@ -112,28 +112,26 @@ def run(seed: int, folder: Path, doing: Doing) -> Result:
         merges = _measure_merges(folder, held_out)
 
     pefts, *ours = sides.values()
+    expected = pefts.pop("numbers")
     for side in ours:
-        distances = (side.pop("numbers") - pefts["numbers"]).abs()
+        distances = (side.pop("numbers") - expected).abs()
         side["distance_from_peft"] = distances.max().item()
-    del pefts["numbers"]
     is_predicted = all(
         side["predicted_bytes"] == side["step_bytes"] for side in sides.values()
     )
-    num_changed = sum(
-        sum(side[when].values()) for side in ours for when in ("suspended", "left")
-    )
-    lost = {name: merge["lost"] for name, merge in merges.items()}
-    export = merges[_EXPORT]
+    is_changed = any(side["suspended"] or side["left"] for side in ours)
+    *merged_by_peft, export = merges.values()
+    least_lost = min(merge["lost"] for merge in merged_by_peft)
     answers = {
         "a training step takes the bytes that were predicted": is_predicted,
         'loss and gradients of "compute" are PEFT\'s, bit for bit': (
             sides[COMPUTE]["distance_from_peft"] == 0
         ),
         "our base is as it was loaded, bit for bit, suspended and restored": (
-            num_changed == 0
+            not is_changed
         ),
         "our export loses less of the fine-tune than PEFT's merges": (
-            lost[_EXPORT] < min(lost[_IN_NF4], lost[_IN_BFLOAT16])
+            export["lost"] < least_lost
         ),
         "doctor finds our export to be a merge onto the weights that were trained on": (
             export["onto"] == "trained" and not export["faults"]
@@ -235,10 +233,10 @@ def _measure_side(way: str, folder: Path, blocks: Tensor) -> Result:
     if prepared is not None:
         with prepared.suspended():
             suspended = differences(loaded, base_state(modules))
-    if prepared is not None and way == NORMS:
-        adapted.save_pretrained(folder / "adapter")
-        prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
-        prepared.export(folder / _EXPORT, merge_adapters=True, model=adapted)
+        if way == NORMS:
+            adapted.save_pretrained(folder / "adapter")
+            prepared.manifest().save(folder / "adapter" / "kbitwrap.json")
+            prepared.export(folder / _EXPORT, merge_adapters=True, model=adapted)
     adapted.unload()
     if prepared is not None:
         prepared.restore()
@@ -261,19 +259,17 @@ def _train(model: Any, batches: tuple[Tensor, ...]) -> tuple[Tensor, int]:
     model.train()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    numbers = None
+    numbers: list[Tensor] = []
     for rows in batches:
         batch = {"input_ids": rows.clone(), "labels": rows.clone()}
         with StepTracker(model, optimizer, batch) as tracker:
             loss = model(**batch).loss
             loss.backward()
-            if numbers is None:
-                parts = [loss.detach(), *(one.grad for one in trained)]
-                numbers = torch.cat([part.flatten() for part in parts])
+            if not numbers:
+                numbers = [loss.detach(), *(one.grad for one in trained)]
             optimizer.step()
             optimizer.zero_grad()
-    assert numbers is not None
-    return numbers, tracker.peak_bytes
+    return torch.cat([part.flatten() for part in numbers]), tracker.peak_bytes
 
 
 def _measure_merges(folder: Path, held_out: Tensor) -> dict[str, Result]:

@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..config import format_bytes
+from .console import InputError
+
+if TYPE_CHECKING:
+    from .. import StepMemory
 
 _CUDA_CONTEXT_BYTES = 666_632_192  # with all kernels loaded, pytorch#86509
+_PROCESS_BYTES = 760_135_680  # once libraries are imported, docs/benchmarks/host.json
 
 
-def budget_of(budget: int | None, device_memory: int | None) -> int | None:
-    """Return the bytes that tensors may take: the budget, or what a CUDA context leaves of a device's memory."""
+def budget_of(
+    budget: int | None, device_memory: int | None, is_unified: bool = False
+) -> int | None:
+    """Return the bytes that tensors may take: the budget, or what a CUDA context leaves of a device's memory.
+
+    Of memory that is the host's too, the process takes its part.
+
+    Raises:
+        InputError: Nothing says how large the memory of both is.
+    """
     if device_memory is None:
+        if is_unified:
+            raise InputError(
+                "--unified says that host and device share --device-memory: give both"
+            )
         return budget
-    return max(device_memory - _CUDA_CONTEXT_BYTES, 0)
+    process = _PROCESS_BYTES if is_unified else 0
+    return max(device_memory - _CUDA_CONTEXT_BYTES - process, 0)
+
+
+def budget_of_step(step: StepMemory, budget: int, is_unified: bool) -> int:
+    """Return the budget of a step: 0 where its model cannot be loaded beside the pages of a tensor of its files."""
+    mapped = step.mapped_bytes if is_unified else 0
+    return budget if (step.loading_bytes or 0) + mapped <= budget else 0
+
+
+def on_unified(mapped_bytes: int) -> str:
+    """Say what the host takes of unified memory, and what is assumed."""
+    return (
+        f"The memory is the host's too. {format_bytes(_PROCESS_BYTES)} are taken off for the process: Python, torch "
+        "for CUDA, transformers, bitsandbytes and PEFT, as imported. Loading maps the files: beside what it holds, "
+        f"{format_bytes(mapped_bytes)} of them have to fit, the largest tensor, and the system is assumed to take back "
+        "what was read. Not counted are other programs, so give --device-memory what they leave, and the state of a "
+        "paged optimizer, which fails on a Jetson (bitsandbytes#1225)."
+    )
 
 
 def verdict(budget: int, fits: Mapping[str, bool]) -> str:

@@ -33,6 +33,7 @@ from .usage import (
     HalfDtype,
     Json,
     TrustRemoteCode,
+    Unified,
     expect_one_at_most,
     given,
     num_bytes,
@@ -107,6 +108,7 @@ def command(
     ] = None,
     budget: Budget = None,
     device_memory: DeviceMemory = None,
+    unified: Unified = False,
     seq: Annotated[
         int | None,
         _of_step(
@@ -212,7 +214,9 @@ def command(
         "engine": engine,
         "devices": devices,
     }
-    found = given(budget=budget, device_memory=device_memory, **of_steps)
+    found = given(
+        budget=budget, device_memory=device_memory, unified=unified, **of_steps
+    )
     if found and not step:
         raise InputError(
             f"{found[0]} applies to training steps only: add --step. The budget of preparing alone is --memory-budget"
@@ -233,9 +237,9 @@ def command(
     if step:
         from .step import plan_steps
 
-        limit = budget_of(budget, device_memory)
+        limit = budget_of(budget, device_memory, unified)
         result, parts, fits = plan_steps(
-            model, ways, limit, quant, dtype, trust_remote_code, **of_steps
+            model, ways, limit, unified, quant, dtype, trust_remote_code, **of_steps
         )
     else:
         result, parts, fits = _plan_preparation(

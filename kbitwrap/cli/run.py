@@ -25,8 +25,8 @@ from .console import (
     show,
     working,
 )
-from .limits import budget_of, verdict
-from .usage import Budget, DeviceMemory, expect_one_at_most, given
+from .limits import budget_of, budget_of_step, on_unified, verdict
+from .usage import Budget, DeviceMemory, Unified, expect_one_at_most, given
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = (
@@ -80,6 +80,7 @@ def command(
     ] = False,
     budget: Budget = None,
     device_memory: DeviceMemory = None,
+    unified: Unified = False,
     load: Annotated[
         bool,
         typer.Option(
@@ -98,9 +99,12 @@ def command(
         SystemExit: From the script.
     """
     expect_one_at_most(budget=budget, device_memory=device_memory)
-    of_plan = given(budget=budget, device_memory=device_memory, load=load)
+    of_plan = given(
+        budget=budget, device_memory=device_memory, unified=unified, load=load
+    )
     if of_plan and not plan:
         raise InputError(f"{of_plan[0]} is for --plan")
+    limit = budget_of(budget, device_memory, unified)
     if not plan:
         return _run(script, arguments, _patched_when_imported(precision))
 
@@ -121,14 +125,14 @@ def command(
     if not trainers:
         remedy = "" if load else "; its models have weights only with --load"
         raise InputError(f"the script ended before a trainer's train(){remedy}")
-    return _tell_step(*trainers[0], budget, device_memory)
+    return _tell_step(*trainers[0], limit, unified)
 
 
 def _tell_step(
     trainer: Any,
     settings: dict[str, Any],
-    budget: int | None,
-    device_memory: int | None,
+    limit: int | None,
+    is_unified: bool,
 ) -> int:
     """Print what a step of a trainer takes, and whether it fits; return the exit status."""
     import torch
@@ -140,17 +144,21 @@ def _tell_step(
         settings = asdict(prepared.config)
         prepared.restore()
     kernels = "cpu" if trainer.args.use_cpu else "cuda"
-    if kernels == "cuda" and torch.cuda.is_available() and budget is None:
-        there = torch.cuda.get_device_properties(0).total_memory
-        device_memory = device_memory or there
-    limit = budget_of(budget, device_memory)
+    if kernels == "cuda" and torch.cuda.is_available() and limit is None:
+        there = torch.cuda.get_device_properties(0)
+        is_unified = bool(there.is_integrated)
+        limit = budget_of(None, there.total_memory, is_unified)
     with working(f"predicting the step of {type(trainer).__name__}", is_script=True):
         predict = StepPredictor(trainer, kernels=kernels, **settings)
         step = predict()
-        fits = limit is None or predict.fits(limit, step.batch_size, step.seq_len)
+        fits = limit is None or predict.fits(
+            budget_of_step(step, limit, is_unified), step.batch_size, step.seq_len
+        )
     if limit is not None:
         show(verdict(limit, {step.precision: fits}))
     show(str(step))
+    if is_unified:
+        show(on_unified(step.mapped_bytes))
     return EXIT_DONE if fits else EXIT_NO
 
 

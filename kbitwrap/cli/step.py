@@ -11,7 +11,7 @@ from ..config import format_bytes
 from ..foresight.ledger import KINDS
 from ..model.pretrained import read_config
 from .console import Result, each_once, working
-from .limits import verdict
+from .limits import budget_of_step, on_unified, verdict
 from .quantization import choose_quantization
 from .tables import table
 from .trainers import arguments
@@ -39,6 +39,7 @@ def plan_steps(
     model: str,
     ways: Sequence[str],
     budget: int | None,
+    is_unified: bool,
     quant: str | None,
     dtype: str,
     trust_remote_code: bool,
@@ -98,10 +99,11 @@ def plan_steps(
             step = predict(batch, tokens)
             steps[way] = step.to_dict()
             if budget is not None:
+                limit = budget_of_step(step, budget, is_unified)
                 steps[way].update(
-                    fits=predict.fits(budget, step.batch_size, step.seq_len),
-                    longest_sequence=predict.longest_sequence(budget, step.batch_size),
-                    largest_batch=predict.largest_batch(budget, step.seq_len),
+                    fits=predict.fits(limit, step.batch_size, step.seq_len),
+                    longest_sequence=predict.longest_sequence(limit, step.batch_size),
+                    largest_batch=predict.largest_batch(limit, step.seq_len),
                 )
 
     result = {
@@ -123,6 +125,8 @@ def plan_steps(
         f"{model}: a step of {', '.join(details)}",
         *_tables(steps),
     ]
+    if is_unified:
+        parts.append(on_unified(step.mapped_bytes))
     fits = {way: one["fits"] for way, one in steps.items() if budget is not None}
     if budget is not None:
         parts.insert(0, verdict(budget, fits))
@@ -156,9 +160,9 @@ def _tables(steps: Mapping[str, Result]) -> list[RenderableType]:
         if any(found):
             held.append([kind.replace("_", " "), *map(format_bytes, found)])
     unknown = [step["unknown_bytes"] for step in steps.values()]
-    for number, bound in enumerate(("at least", "at most")):
-        found = [one[number] for one in unknown]
-        held.append([f"unknown, {bound}", *map(format_bytes, found)])
+    least, most = zip(*unknown, strict=True)
+    held.append(["unknown, at least", *map(format_bytes, least)])
+    held.append(["unknown, at most", *map(format_bytes, most)])
 
     parts: list[RenderableType] = [table(phases, right=True)]
     if len(sizes) > 1:

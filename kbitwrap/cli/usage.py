@@ -10,7 +10,7 @@ import typer
 
 from .. import ConfigError, Precision, QuantKind
 from ..config import parse_bytes
-from .console import InputError
+from .console import InputError, printable
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -117,6 +117,17 @@ DeviceMemory = Annotated[
 ]
 
 
+Unified = Annotated[
+    bool,
+    typer.Option(
+        "--unified",
+        help="The memory of --device-memory is the host's too, as on a Jetson, a GB10 or an APU: the process is taken "
+        "off, and loading has to fit with the pages of the files that it reads.",
+        rich_help_panel="What a step has to fit",
+    ),
+]
+
+
 def given(**options: object) -> list[str]:
     """Name the options that were given.
 
@@ -174,9 +185,8 @@ def line(error: Any) -> str:
         The line.
     """
     # The first words are pydantic's, which reads values for Typer.
-    said = " ".join(error.format_message().replace("Value error, ", "").split())
-    if not said.isprintable():
-        said = ascii(said)
+    words = error.format_message().replace("Value error, ", "").split()
+    said = printable(" ".join(words))
     if error.ctx is None:
         return f"kbitwrap: error: {said}"
     program = error.ctx.command_path

@@ -35,10 +35,14 @@ class Loading:
 
     Attributes:
         turns: The parameters, or ``None``, in order, each with its events.
+        mapped_bytes: The bytes of the largest tensor of the files. These are mapped until
+            the last is read; pages that were read are clean, and the system takes them
+            back where it needs memory, once their tensor is copied.
     """
 
-    def __init__(self, turns: list[tuple[Any, Events]]) -> None:
+    def __init__(self, turns: list[tuple[Any, Events]], mapped_bytes: int) -> None:
         self.turns = turns
+        self.mapped_bytes = mapped_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -80,9 +84,11 @@ def loading_of(model: Any) -> Loading | None:
     read: list[tuple[Any, Events]] = [(None, [(warm, 1), (warm, -1)])]
     turns: list[tuple[Any, Events]] = []
     known: dict[Hashable, tuple[Events, Events]] = {}
+    largest = 0
     for loaded in _in_order(model):
         parameter = loaded.parameter
         whole = parameter.unpacked if is_built(parameter) else parameter
+        largest = max(largest, (whole if quantizes else parameter).nbytes)
         turned = loaded.is_merged, loaded.is_transposed
         key = type(parameter), whole.shape, whole.dtype, turned
         if key not in known:
@@ -92,7 +98,7 @@ def loading_of(model: Any) -> Loading | None:
         turns.append((parameter, turn))
     for buffer in model.buffers():
         turns.append((buffer, [(storage_of(buffer.nbytes), 1)]))
-    return Loading(read + turns)
+    return Loading(read + turns, largest)
 
 
 def refuse_replaced(model: Any) -> None:

@@ -48,6 +48,9 @@ class StepMemory(Peaks, Report):
         loading_bytes: The most bytes that ``from_pretrained`` holds on the device while it
             loads and quantizes the model; ``None`` for a model that was loaded already,
             on a CPU, and where it is not known. It is in no other figure.
+        mapped_bytes: The bytes of the largest tensor of the model's files, whose pages
+            unified memory holds while it is copied, beside what loading holds; 0 where
+            loading is not known.
         unknown: What a device's allocator may count beside the figures, and what is not
             known before; it is in none of them.
         traced_blocks: The blocks that were run, and ``num_blocks`` those that the model
@@ -65,6 +68,7 @@ class StepMemory(Peaks, Report):
     levels: Levels
     reserved_by_phase: dict[str, int] | None = None
     loading_bytes: int | None = None
+    mapped_bytes: int = 0
     traced_blocks: int = 0
     num_blocks: int = 0
     notes: tuple[str, ...] = ()

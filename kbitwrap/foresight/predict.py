@@ -268,6 +268,7 @@ class StepPredictor:
             static_by_kind={kind: step.held[kind] for kind in KINDS if step.held[kind]},
             levels=step.levels,
             loading_bytes=loading,
+            mapped_bytes=simulated.loading.mapped_bytes if simulated.loading else 0,
             reserved_by_phase=step.reserved.by_phase if step.reserved else None,
             traced_blocks=simulated.blocks.num_kept,
             num_blocks=simulated.blocks.num_all,

@@ -20,6 +20,9 @@ from support import zoo
 from support.memory import live_bytes
 from support.thorough import every_other, few
 
+# What a process holds, as `python docs/figures eight_gb --host` measured it.
+PROCESS = json.loads((Path(__file__).parents[2] / "docs/benchmarks/host.json").read_text())["process"]
+
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     capsys.readouterr()
@@ -126,6 +129,41 @@ def test_of_a_devices_memory_the_context_is_taken_off(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("21.7 GiB: fits with norms.\n")
 
 
+@pytest.mark.usefixtures("searched")
+def test_of_unified_memory_the_process_is_taken_off_too_and_what_is_assumed_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    arguments = [model, "--step", "--seq", "8", "--precision", "norms", "--device-memory", "8GB"]
+    alone, unified = (run_json(capsys, *arguments, *more) for more in ([], ["--unified"]))
+    assert alone["budget_bytes"] - unified["budget_bytes"] == PROCESS["resident_bytes"]
+    assert alone["steps"] == unified["steps"]
+    assert main(["plan", *arguments, "--unified"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    mapped = format_bytes(unified["steps"]["norms"]["mapped_bytes"])
+    assert f"{format_bytes(PROCESS['resident_bytes'])} are taken off for the process" in out
+    assert f"{mapped} of them have to fit, the largest tensor" in out
+    assert "is assumed" in out
+
+
+def test_on_unified_memory_loading_has_to_fit_with_the_pages_of_the_files_that_it_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 8, "vocab_size": 128000, "hidden_size": 512}
+    model = saved(tmp_path, LLAMA | sizes)
+    arguments = [model, "--step", "--seq", "1", "--precision", "none", "--device-memory"]
+    step = run_json(capsys, *arguments, "8GB")["steps"]["none"]
+    assert step["reserved_bytes"] < step["loading_bytes"] + step["mapped_bytes"]
+    taken = 666_632_192 + PROCESS["resident_bytes"]
+    needed = step["loading_bytes"] + step["mapped_bytes"] + taken
+    for memory, fits in ((needed, True), (needed - 1, False)):
+        assert main(["plan", *arguments, f"{memory}B", "--unified", "--json"]) == (not fits)
+        found = json.loads(capsys.readouterr().out)["steps"]["none"]
+        assert found["fits"] == fits
+        assert (found["longest_sequence"] > 0) == (found["largest_batch"] > 0) == fits
+    assert main(["plan", *arguments, f"{needed - 1 - PROCESS['resident_bytes']}B"]) == 0
+
+
 def test_a_base_that_was_saved_quantized_is_planned_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -133,7 +171,7 @@ def test_a_base_that_was_saved_quantized_is_planned_as_it_is(
     found = []
     for base in ([str(tmp_path)], [str(zoo.checkpoint("llama")), "--quant", "nf4"]):
         step_of_base = run_json(capsys, *base, "--step", "--seq", "8", "--precision", "none")["steps"]["none"]
-        step_of_base.pop("loading_bytes")
+        del step_of_base["loading_bytes"], step_of_base["mapped_bytes"]
         found.append(step_of_base)
     assert found[0] == found[1]
 
@@ -171,6 +209,8 @@ def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[st
         (["--trainer", "sgd"], "Invalid value for '--trainer': 'sgd' is not one of 'sft', 'dpo', 'grpo', 'reward', "),
         (["--devices", "2"], "--engine and --devices are given together"),
         (["--budget", "1GiB", "--device-memory", "1GiB"], "expected at most one of --budget, --device-memory"),
+        (["--unified"], "--unified says that host and device share --device-memory: give both"),
+        (["--unified", "--budget", "1GiB"], "--unified says that host and device share --device-memory: give both"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

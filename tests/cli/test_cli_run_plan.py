@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from accelerate.state import AcceleratorState
 
@@ -63,6 +64,36 @@ def _nothing_is_shared_by_accelerate() -> Iterator[None]:
     """A script's own trainer has accelerate share its autocast with the whole process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("is_integrated", [False, True])
+def test_the_memory_of_the_gpu_here_is_the_hosts_too_where_the_gpu_says_so(
+    is_integrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = ["--device-memory", "3GiB", *(["--unified"] if is_integrated else [])]
+    assert main(["run", "--plan", *told, written(tmp_path, more="{}")]) == 0
+    expected = capsys.readouterr().out
+    assert ("The memory is the host's too." in expected) == is_integrated
+    for name in ("is_available", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    gpu = f"""
+        from types import SimpleNamespace
+        gpu = SimpleNamespace(total_memory=3 * 2**30, is_integrated={int(is_integrated)})
+        torch.cuda.is_available, torch.cuda.get_device_properties = lambda: True, lambda _: gpu
+        trainer.train()
+    """
+    text = SCRIPT.replace("trainer.train()\n", f"{gpu.strip()}\n", 1)
+    assert main(["run", "--plan", written(tmp_path, more="{}", text=text)]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_unified_memory_without_its_size_is_refused_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--plan", "--unified", written(tmp_path, before="print('ran')")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--unified says that host and device share --device-memory: give both" in said.err
 
 
 def test_a_script_is_planned_and_nothing_is_trained_or_written(

@@ -42,6 +42,8 @@ WRONG = {
     "plan m --budget 8GiB": "--budget applies to training steps only: add --step. The budget of preparing alone is ",
     "plan m --step --memory-budget 8GiB": "for what preparing adds; the budget of a whole step is --budget",
     "plan m --step --budget 1GiB --device-memory 1GiB": "expected at most one of --budget, --device-memory",
+    "plan m --unified": "--unified applies to training steps only: add --step",
+    "run --unified s.py": "--unified is for --plan",
     "plan m --kernels cpu": "--kernels applies to training steps only: add --step",
     f"doctor {LONG}": "there is nothing at 'xxx",
     "export --from a": "there is no command 'export' any more: 'kbitwrap convert' does what it did",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kbitwrap.foresight.ledger import highest_levels
 from kbitwrap.foresight.loading import loading_of
 from kbitwrap.foresight.tracker import Watch
 from kbitwrap.model.pretrained import meta_model
-from support import zoo
+from support import forks, zoo
 from support.foreseen import ReadAhead
 from support.thorough import few
 
@@ -81,6 +82,75 @@ def test_the_peak_of_loading_what_was_saved_quantized_is_predicted_to_the_byte(
 ) -> None:
     zoo.load(name, quant).save_pretrained(tmp_path)
     assert loading_bytes(meta_model(tmp_path)) == most_while_loading(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "quant"), [("llama", "nf4"), ("gpt2", "int8"), ("t5", None)])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_bytes_of_files_that_are_mapped_while_they_are_copied_are_those_of_the_largest_tensor(
+    name: str, quant: str | None, is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, config = zoo.checkpoint(name), None
+    if is_saved:
+        zoo.load(name, quant or "nf4").save_pretrained(tmp_path)
+        folder = tmp_path
+    elif quant is not None:
+        config = zoo._quantization_config(zoo.ARCHITECTURES[name], quant, torch.bfloat16)
+    sizes: list[int] = []
+
+    def noted(tensor: Any, *args: Any) -> torch.Tensor:
+        found = copied(tensor, *args)
+        sizes.append(found.nbytes)
+        return found
+
+    cls: Any = getattr(transformers, zoo.ARCHITECTURES[name].model_class)
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", noted)
+    cls.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=config)
+    loading = loading_of(meta_model(folder, config, torch.bfloat16))
+    assert loading is not None
+    assert loading.mapped_bytes == max(sizes)
+
+
+def test_a_mapped_file_takes_pages_that_are_clean_and_no_memory_of_its_own(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(config_of(hidden_size=512, intermediate_size=8192, vocab_size=32000))
+    model.bfloat16().save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    del model
+    # each tensor is copied, as it is onto a device, because the dtype is another
+    found = json.loads(
+        forks.run_program(
+            f"""
+import json, threading
+from pathlib import Path
+from transformers import LlamaForCausalLM
+
+def held(name):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+names = "RssAnon", "RssFile"
+before = {{name: held(name) for name in names}}
+most = dict(before)
+is_loaded = threading.Event()
+
+def watch():
+    while not is_loaded.wait(0.002):
+        for name in names:
+            most[name] = max(most[name], held(name))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, dtype="float32")
+is_loaded.set()
+watcher.join()
+own = sum(parameter.nbytes for parameter in model.parameters())
+print(json.dumps([most["RssFile"] - before["RssFile"], most["RssAnon"] - before["RssAnon"] - own]))
+""",
+            folder=tmp_path,
+        ).stdout
+    )
+    mapped, beside = found
+    assert mapped > 0.8 * size
+    assert beside < 0.2 * size
 
 
 def config_of(**sizes: int) -> Any:
