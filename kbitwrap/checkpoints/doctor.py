@@ -52,6 +52,7 @@ _CHECKS: Mapping[type, Checks] = {
         "layers": doctor_base.layers,
     },
 }
+_OF_THE_PROCESS: Checks = {"allocator": doctor_run.allocator}
 # The base of a run is compared, and may be loaded, once.
 _OF_THE_NEWEST_FOLDER: Checks = {
     "base": doctor_base.recorded_base,
@@ -131,6 +132,7 @@ def doctor(
                 examination.make(_CHECKS[Base], subject.base, subject.where)
 
         first, newest = subjects[0], subjects[-1]
+        examination.make(_OF_THE_PROCESS, first, "this process")
         if isinstance(newest, Folder):
             examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
         merge = doctor_merge.measure(examination, first, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from ..errors import ConfigError
 from ..reports import shown
@@ -22,6 +23,7 @@ _OPTIMIZER_NAME = "optimizer.pt"
 _STATE_NAME = "trainer_state.json"
 # What LoRA initializes with zeros, so that it adds nothing before the first step.
 _ZERO_AT_FIRST = re.compile(r"\.lora_(?:B\.|embedding_A)")
+_OF_TEGRA = Path("/etc/nv_tegra_release")
 _WHAT_WAS_TRAINED = "what the optimizer trained"
 _DAMAGED = "the files of an adapter cannot be read"
 
@@ -189,3 +191,26 @@ def trainer_state(folder: Folder) -> Finding | None:
         return _interrupted(folder, f"{path}: {error!r}")
 
     return fine(f"step {shown(step)} of {shown(last)}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The process.
+# ----------------------------------------------------------------------------------------------------
+
+
+def allocator(_: Subject) -> Finding | None:
+    """Check whether torch allocates as a Jetson's driver allows: its calls for expandable segments fail at once."""
+    if not _OF_TEGRA.exists():
+        return None
+
+    older = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + older
+    if "expandable_segments:true" not in settings.lower():
+        return fine("expandable segments are off")
+
+    return fault(
+        "expandable segments are on, on a Jetson",
+        f"PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is {shown(settings)}: the first allocation ends with CUDA "
+        "driver error: out of memory, however much is free (unsloth-zoo#1235)",
+        "leave expandable_segments out",
+    )

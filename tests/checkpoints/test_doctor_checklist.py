@@ -232,3 +232,47 @@ def test_lora_of_embeddings_alone_that_adds_nothing_is_found(tmp_path: Path) -> 
     (finding,) = doctor(tmp_path).findings
     assert finding.what == ZERO
     assert "lora_embedding_A" in finding.evidence
+
+
+# ----------------------------------------------------------------------------------------------------
+# The process.
+# ----------------------------------------------------------------------------------------------------
+
+SEGMENTS = "expandable segments are on, on a Jetson"
+
+
+@pytest.fixture
+def jetson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine that has the file by which a Jetson is known, and no settings of the allocator."""
+    release = tmp_path / "nv_tegra_release"
+    release.touch()
+    monkeypatch.setattr("kbitwrap.checkpoints.doctor_run._OF_TEGRA", release)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_a_fault_of_a_process_on_a_jetson(name: str, jetson: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert outcomes(doctor(model), "this process") == {"allocator": "fine"}
+    jetson.setenv(name, "garbage_collection_threshold:0.8,expandable_segments:True")
+    report = doctor(model)
+    (finding,) = report.findings
+    assert (finding.what, finding.where) == (SEGMENTS, "this process")
+    assert "garbage_collection_threshold:0.8" in finding.evidence
+    assert "unsloth-zoo#1235" in finding.evidence
+    jetson.setenv(name, "expandable_segments:False")
+    assert not doctor(model)
+
+
+def test_expandable_segments_are_no_fault_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    report = doctor(torch.nn.Linear(2, 2))
+    assert not report
+    assert outcomes(report, "this process") == {}
+
+
+def test_a_run_has_one_line_for_the_process(runs: Path, jetson: pytest.MonkeyPatch) -> None:
+    report = doctor(runs / "run")
+    assert [one.what for one in report.looked_at if one.where == "this process"] == ["allocator"]
