@@ -23,7 +23,6 @@ from torch import nn
 from .fakes import tensors_in
 from .ledger import (
     BACKWARD,
-    Events,
     Ledger,
     Position,
     Sizes,
@@ -303,7 +302,7 @@ class Blocks:
                 is_of_all = origin._replace(part=other) in freed
                 if other and is_of_all and mark.part not in (origin.part, other):
                     times[origin] = counts[origin.part]
-            counted: Events = []
+            counted = []
             for storage, number in events:
                 if number < 0:
                     number *= times.get(storage.origin, 1)
@@ -315,7 +314,7 @@ class Blocks:
             same = by_mark.get(span.mark._replace(part=other))
             if other and (same is None or _effect(span) != _effect(same)):
                 raise NotRepeatedError(f"two blocks of one kind differ in {span.mark}")
-        result: list[Span] = []
+        result = []
         done = set()
         for span in spans:
             phase, part, turn = span.mark

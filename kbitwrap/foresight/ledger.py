@@ -163,7 +163,7 @@ def highest_levels(held: Sizes, spans: Iterable[Span]) -> Levels:
         The highest level of each phase.
     """
     level = held.copy()
-    levels: Levels = {}
+    levels = {}
     highest: dict[str, int] = {}
     total = level.total()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,9 +80,9 @@ def loading_of(model: Any) -> Loading | None:
     warm_tables()
     saved = {id(value): value for value in model.state_dict(keep_vars=True).values()}
     warm = storage_of(sum(value.nbytes for value in saved.values()))
-    read: list[tuple[Any, Events]] = [(None, [(warm, 1), (warm, -1)])]
+    read = [(None, [(warm, 1), (warm, -1)])]
     turns: list[tuple[Any, Events]] = []
-    known: dict[Hashable, tuple[Events, Events]] = {}
+    known = {}
     largest = 0
     for loaded in _in_order(model):
         parameter = loaded.parameter
@@ -204,8 +203,8 @@ def _events(loaded: _Loaded, quantizes: bool) -> tuple[Events, Events]:
     if not is_built(parameter):
         tensor = storage_of(parameter.nbytes)
         parts = [storage_of(parameter.nbytes)] if loaded.is_merged else []
-        read: Events = [(one, 1) for one in parts or [tensor]]
-        made: Events = [(tensor, 1), *((one, -1) for one in parts)] if parts else []
+        read = [(one, 1) for one in parts or [tensor]]
+        made = [(tensor, 1), *((one, -1) for one in parts)] if parts else []
         return ([], read + made) if quantizes else (read, made)
     turn = _quantized(loaded)
     if quantizes:

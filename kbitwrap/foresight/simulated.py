@@ -27,7 +27,7 @@ from .adapters import are_default, checked
 from .blocks import Blocks
 from .fakes import FakeModel, Memory, in_memory_of
 from .flash import built_model
-from .loading import LOADING, Loading, loading_of, refuse_hqq_files, storage_of
+from .loading import LOADING, loading_of, refuse_hqq_files, storage_of
 from .quantization import add_statistics, follow_cuda
 from .tracker import held_tensors
 
@@ -202,7 +202,7 @@ class SimulatedModel:
             _refuse_untrained(base, precision, engine)
         self.name = type(base).__name__
         tree = ModelTree(base)
-        self.loading: Loading | None = None
+        self.loading = None
         if not isinstance(source, nn.Module):
             self.loading = loading_of(base)
         else:  # it was loaded, or stands for one that would be
@@ -222,7 +222,7 @@ class SimulatedModel:
             )
         # While it lives, weights that are upcast at use follow what is done to the
         # model.
-        self._preparation: Preparation | None = None
+        self._preparation = None
         sizes = {one: one.nbytes for one in base.parameters()}
         empties_cache = False
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
