@@ -2,11 +2,11 @@
 
     python docs/figures published [--from] [WORD ...]
 
-The measurements are those of published.csv, in this folder, by others. Models are built from their published shapes:
-nothing is downloaded. The result is the data of docs/benchmarks/published.json, its picture
-docs/pictures/published.svg, and the table of docs/published.md. WORD picks the rows that have it in their source,
-model or settings: these are predicted, and the others stay as the data have them. With `--from` nothing is predicted,
-and picture and table show the data again.
+The measurements are those of published.csv, in this folder, by others; published_sources.csv says of which files,
+cards and versions they are, and what was guessed. Models are built from their published shapes: nothing is downloaded.
+The result is the data of docs/benchmarks/published.json, its picture docs/pictures/published.svg, and the tables of
+docs/published.md. WORD picks the rows that have it in their source, model or settings: these are predicted, and the
+others stay as the data have them. With `--from` nothing is predicted, and picture and tables show the data again.
 
 A prediction follows the libraries that are installed. Where a run's version of transformers computed the loss
 otherwise, the row says so in its column `code`, and the same is written out here: in 4.39 to 4.45 the logits became
@@ -15,7 +15,7 @@ float32 at once, and were copied without their last position; in 4.48 the loss d
 all heads (`flash-expanded`). `keeps-output` are scripts that hold the model's output, and so its logits, to the end;
 `mean` is a notebook that does so too, whose loss is the mean of the logits, without an optimizer; in its version of
 bitsandbytes, 4-bit layers kept their inputs by themselves, so that checkpointing that is not reentrant kept them too.
-`trl-0.27`, `trl-0.29` and `trl-1.14` are steps of TRL's trainer; published_trl.py says how these computed the loss.
+`trainer` is transformers' trainer, `trl-0.27` to `trl-1.14` are TRL's: published_trl.py says how they compute the loss.
 """
 
 from __future__ import annotations
@@ -58,14 +58,7 @@ MEASURED = Path(__file__).with_name("published.csv")
 PAGE = DOCS / "published.md"
 DATA = DOCS / "benchmarks" / "published.json"
 PICTURE = DOCS / "pictures" / "published.svg"
-SOURCES = {
-    "fsdp_qlora": "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/nbs/00-profile_lora_qlora.ipynb",
-    "fitcheck": "https://github.com/Anassbzdd/fitcheck/tree/main/data/measurements",
-    "fms-acceleration": "https://github.com/foundation-model-stack/fms-acceleration/tree/main/scripts/benchmarks/refs",
-    "can-i-finetune-this": "https://github.com/DaoyuanLi2816/can-i-finetune-this/tree/main/benchmarks/results",
-    "backpropagate": "https://github.com/mcp-tool-shop-org/backpropagate/tree/main/docs/receipts",
-    "explore-persona-space": "https://github.com/superkaiba/explore-persona-space/tree/main/eval_results/infra_tier1_benchmarks",
-}
+SOURCES = Path(__file__).with_name("published_sources.csv")
 
 
 def _shapes(
@@ -95,6 +88,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "Llama-2-70b": _config(LlamaConfig, 8192, 28672, 80, 64, 8, 32001, False, max_position_embeddings=4096),
     "PowerLM-3b": _config(GraniteConfig, 2304, 9216, 40, 36, 36, 49152, True),
     "Qwen2.5-0.5B-Instruct": _config(Qwen2Config, 896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-1.5B": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-Coder-1.5B-Instruct": _config(Qwen2Config, 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-3B-Instruct": _config(Qwen2Config, 2048, 11008, 36, 16, 2, 151936, True),
@@ -109,6 +103,9 @@ MODELS: dict[str, PretrainedConfig] = {
     "Mistral-Small-24B-Instruct-2501": _config(
         MistralConfig, 5120, 32768, 40, 32, 8, 131072, False, head_dim=128, sliding_window=None
     ),
+    "Bielik-1.5B-v3": _config(LlamaConfig, 1536, 8960, 32, 12, 2, 32000, False),
+    "Bielik-1.5B-Instruct": _config(LlamaConfig, 1536, 8960, 32, 12, 2, 32000, False),
+    "Bielik-4.5B-Instruct": _config(LlamaConfig, 2048, 11008, 60, 16, 2, 32000, False),
     "tiny-gpt2": GPT2Config(n_embd=2, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"]),
     "deepseek-coder-1.3b-instruct": _config(LlamaConfig, 2048, 5504, 24, 16, 16, 32256, False),
     "Llama-3.2-1B-Instruct": _config(LlamaConfig, 2048, 8192, 16, 32, 8, 128256, True),
@@ -236,7 +233,7 @@ def _lora(row: dict[str, str]) -> peft.LoraConfig:
 
 
 def _predict_trainer(row: dict[str, str]) -> StepMemory:
-    """The prediction for a row of TRL's trainer."""
+    """The prediction for a row of transformers' trainer, or of TRL's."""
     source: Any = MODELS[row["model"]]
     source._attn_implementation = row["attention"]
     dtype = getattr(torch, row["dtype"])
@@ -246,6 +243,7 @@ def _predict_trainer(row: dict[str, str]) -> StepMemory:
             quantization_config=_quantization(row),
             dtype=dtype,
             args=arguments(row),
+            seq_len=int(row["seq"]),
             precision="peft" if row["way"] == "peft" else "unprepared",
             lora=_lora(row),
         )
@@ -253,7 +251,7 @@ def _predict_trainer(row: dict[str, str]) -> StepMemory:
 
 def predict(row: dict[str, str]) -> StepMemory:
     """The prediction for one row."""
-    if row["code"] in LOSSES:
+    if row["code"] == "trainer" or row["code"] in LOSSES:
         return _predict_trainer(row)
     model, way = _model(row), row["way"]
     lora = _lora(row)
@@ -288,6 +286,7 @@ def predict(row: dict[str, str]) -> StepMemory:
 
 
 FIGURES = ("forward_bytes", "backward_bytes", "optimizer_bytes", "peak_bytes")
+MEASURED_ONLY = ("reserved_bytes", "card_bytes")
 
 
 def _figures(row: dict[str, str], step: StepMemory) -> dict[str, int]:
@@ -315,6 +314,7 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
     measured = {name: int(row[name]) for name in ("static_bytes", *FIGURES) if row[name]}
     predicted = _figures(row, step)
     errors = {name: round(100 * (predicted[name] / value - 1), 2) for name, value in measured.items()}
+    measured |= {name: int(row[name]) for name in MEASURED_ONLY if row[name]}
     settings = _settings(row)
     least, most = (predicted["peak_bytes"] + number for number in step.unknown_bytes)
     return settings | {
@@ -343,7 +343,7 @@ def _code(row: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: measured and predicted peaks in MiB, and the errors in percent."""
     head = ["model", "batch x tokens", "base", "preparation", "measured", "predicted", "peak", "with workspaces"]
-    head += ["forward", "backward", "optimizer", "static", "in range", "attention", "code", "source"]
+    head += ["forward", "backward", "optimizer", "static", "in range", "reserved", "attention", "code", "source"]
     lines = [head]
     for row in rows:
         errors = row["error_percent"]
@@ -352,7 +352,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         names = ("peak", "forward", "backward", "optimizer", "static")
         found = [f"{errors[f'{name}_bytes']:+.2f}" if f"{name}_bytes" in errors else "" for name in names]
         cells += [found[0], f"{row['error_with_least_percent']:+.2f}", *found[1:]]
-        cells += ["yes" if row["in_range"] else "no", row["attention"], _code(row), row["source"]]
+        reserved = row["measured"].get("reserved_bytes")
+        cells += ["yes" if row["in_range"] else "no", f"{reserved / 2**20:,.0f}" if reserved else ""]
+        cells += [row["attention"], _code(row), row["source"]]
         lines.append(cells)
     return markdown_table(lines)
 
@@ -364,6 +366,9 @@ COLORS = {
     "can-i-finetune-this": "#cc79a7",
     "backpropagate": "#e69f00",
     "explore-persona-space": "#56b4e9",
+    "alignlab": "#000000",
+    "wikisql": "#f0e442",
+    "doc2query": "#8c510a",
 }
 GIB = 2**30
 
@@ -408,9 +413,24 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
 TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
 
+def _read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def sources() -> str:
+    """Where the measurements were read, as Markdown."""
+    lines = [["source", "read in", "card", "versions", "what it measured", "guesses"]]
+    for row in _read(SOURCES):
+        name = f"[{row['source']}]({row['address']})"
+        lines.append([name, f"`{row['files']}`", *(row[key] for key in ("card", "versions", "measured", "guesses"))])
+    return markdown_table(lines)
+
+
 def show(rows: list[dict[str, Any]]) -> None:
-    """Draw the picture and write the table."""
+    """Draw the picture and write the tables."""
     style.draw(draw, PICTURE, rows)
+    replace_section(PAGE, "sources", sources())
     replace_section(PAGE, "published", table(rows))
 
 
@@ -423,7 +443,8 @@ def _kept(versions: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _is_of(found: dict[str, Any], row: dict[str, str]) -> bool:
-    return {name: found[name] for name in row if name in found} == _settings(row)
+    is_one = found["measured"]["peak_bytes"] == int(row["peak_bytes"])  # of runs that were done twice
+    return is_one and {name: found[name] for name in row if name in found} == _settings(row)
 
 
 def main() -> None:
@@ -436,8 +457,7 @@ def main() -> None:
     if asked.is_predicted:
         show(json.loads(DATA.read_text())["rows"])
         return
-    with open(MEASURED, newline="") as file:
-        given = list(csv.DictReader(file))
+    given = _read(MEASURED)
     versions = {module.__name__: module.__version__ for module in (torch, transformers, peft, trl)}
     kept = _kept(versions) if words else []
     results = []
@@ -450,6 +470,6 @@ def main() -> None:
             results.append(found)
         else:
             results += of_before[:1]
-    result = {"versions": versions, "sources": SOURCES, "rows": results}
+    result = {"versions": versions, "rows": results}
     DATA.write_text(json.dumps(result, indent=1) + "\n")
     show(results)

@@ -2,13 +2,15 @@
 
 TRL 1.16 computes logits in tiles inside one function, and never holds more. Up to 0.29, all logits existed: in the
 dtype of autocast, in float32 for the loss, in float32 once more for what the trainer measured, and a fourth time
-without their last position. TRL 1.14 took 256 tokens at a time, and made these logits again in the backward pass.
+without their last position. From 1.7 to 1.14, TRL took 256 tokens at a time, and made these logits again in the
+backward pass; up to 1.12, it multiplied by a float32 copy of the head, which each chunk made.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +19,13 @@ import trl.trainer.utils
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import TrainingArguments
 from trl.trainer.utils import entropy_from_logits
 
 from trl import SFTConfig
 
 PerToken = tuple[Tensor, Tensor, None, None, Tensor]
+Project = Callable[[Tensor, Tensor], Tensor]
 CHUNK = 256
 
 
@@ -37,8 +41,16 @@ def _whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
     return -losses, entropy, None, None, found == labels
 
 
-def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = (hidden @ weight.to(hidden.dtype).t()).float()
+def _project(hidden: Tensor, weight: Tensor) -> Tensor:
+    return (hidden @ weight.to(hidden.dtype).t()).float()
+
+
+def _project_in_float32(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.float() @ weight.float().t()
+
+
+def _chunk(project: Project, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = project(hidden, weight)
     log_probs = F.log_softmax(logits, dim=-1)
     losses = F.nll_loss(log_probs, labels, reduction="none")
     is_counted = labels != -100
@@ -47,17 +59,24 @@ def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tens
     return -losses, entropy, is_right
 
 
-def _in_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *_: Any) -> PerToken:
+def _in_chunks(
+    project: Project, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *_: Any
+) -> PerToken:
     """The loss of a chunk of tokens after the other, each computed again in the backward pass."""
     parts = []
     for start in range(0, len(labels), CHUNK):
         some, wanted = hidden[start : start + CHUNK], labels[start : start + CHUNK]
-        parts.append(checkpoint(_chunk, some, weight, wanted, use_reentrant=False))
+        parts.append(checkpoint(_chunk, project, some, weight, wanted, use_reentrant=False))
     log_probs, entropy, is_right = (torch.cat(found) for found in zip(*parts, strict=True))
     return log_probs, entropy, None, None, is_right
 
 
-LOSSES: dict[str, Callable[..., PerToken]] = {"trl-0.27": _whole, "trl-0.29": _whole, "trl-1.14": _in_chunks}
+LOSSES: dict[str, Callable[..., PerToken]] = {
+    "trl-0.27": _whole,
+    "trl-0.29": _whole,
+    "trl-1.12": partial(_in_chunks, _project_in_float32),
+    "trl-1.14": partial(_in_chunks, _project),
+}
 
 
 @contextlib.contextmanager
@@ -75,16 +94,17 @@ def loss_of(code: str) -> Iterator[None]:
         utils._ChunkedLogProbFunction = original
 
 
-def arguments(row: dict[str, str]) -> SFTConfig:
+def arguments(row: dict[str, str]) -> TrainingArguments:
     """The trainer's arguments for a row: what is not said here had its default in the run too."""
-    return SFTConfig(
-        "unused",
-        per_device_train_batch_size=int(row["batch"]),
-        gradient_accumulation_steps=1,
-        max_length=int(row["seq"]),
-        packing=bool(row["packed"]),
-        optim=row["optimizer"],
-        bf16=True,
-        use_cpu=True,  # it refuses bfloat16 where there is no device
-        report_to="none",
-    )
+    shared: dict[str, Any] = {
+        "output_dir": "unused",
+        "per_device_train_batch_size": int(row["batch"]),
+        "gradient_accumulation_steps": 1,
+        "optim": row["optimizer"],
+        "bf16": True,
+        "use_cpu": True,  # it refuses bfloat16 where there is no device
+        "report_to": "none",
+    }
+    if row["code"] == "trainer":
+        return TrainingArguments(gradient_checkpointing=True, **shared)
+    return SFTConfig(max_length=int(row["seq"]), packing=bool(row["packed"]), **shared)

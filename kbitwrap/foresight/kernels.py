@@ -13,6 +13,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+TRL_VERSION = "trl 1.16."  # whose kernels are followed
+
 
 def _write(tile: Tensor, *args: Any, **_: Any) -> None:
     """Stand for the launch of a kernel: make its floating-point outputs values that are not known.

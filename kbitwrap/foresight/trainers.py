@@ -18,7 +18,7 @@ from .adapters import with_adapters
 from .batch import ordinary_token
 from .built import BuiltTrainer
 from .fakes import FakeModel, tensors_in
-from .kernels import fused_heads_on_cuda
+from .kernels import TRL_VERSION, fused_heads_on_cuda
 from .optimizer_names import optimizer_of
 from .optimizers import OptimizerSteps, Shapes
 from .rows import ROWS, completion_length, tokenizer_of
@@ -140,7 +140,14 @@ class Rehearsal(ModelStep):
         self._trainer: Any = None
         self._token = 0
         said = (built.note if built is not None else "") or rows.said
-        self.notes = (said,) if said else ()
+        notes = [said] if said else []
+        package = importlib.import_module(self._class.__module__.partition(".")[0])
+        version = f"{package.__name__} {package.__version__}"
+        if on_cuda and version.startswith("trl ") and TRL_VERSION not in version:
+            notes.append(
+                f"the kernels of {version} were not followed: its own code ran as without Triton"
+            )
+        self.notes = tuple(notes)
 
     def source(self, source: Any) -> Any:
         """Return the source of the model: the config of one that scores sequences, where the trainer trains those.

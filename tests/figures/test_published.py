@@ -43,6 +43,13 @@ def test_the_page_counts_the_runs_of_the_data(rows: list[dict[str, Any]]) -> Non
     assert table.count("\n| ") == len(rows) + 2
 
 
+def test_every_run_has_its_source(rows: list[dict[str, Any]]) -> None:
+    with open(FIGURES / "published_sources.csv", newline="", encoding="utf-8") as file:
+        sources = [row["source"] for row in csv.DictReader(file)]
+    assert not [row["source"] for row in rows if not row["source"].startswith(tuple(sources))]
+    assert not [source for source in sources if not any(row["source"].startswith(source) for row in rows)]
+
+
 @pytest.mark.parametrize("name", ["published.md", "pictures.md"])
 def test_the_picture_is_said_to_show_the_runs_of_the_data(rows: list[dict[str, Any]], name: str) -> None:
     page = (pages.DOCS / name).read_text(encoding="utf-8")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
 from trl.kernels import ChunkedLogProbFunction
 
-from kbitwrap import StepTracker
+import trl
+from kbitwrap import StepTracker, predict_step
 from kbitwrap.foresight.kernels import fused_heads_on_cuda
+from support.foreseen import DEPRECATED
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -34,3 +40,17 @@ def test_it_makes_what_the_fallback_makes_and_holds_less(dtype: torch.dtype) -> 
     assert on_cuda[:2] == fallback[:2]
     assert on_cuda[2] < fallback[2]
     assert scored(dtype) == fallback  # nothing of the rule is left
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+@pytest.mark.parametrize(("version", "kernels"), [("1.12.0", "cuda"), ("1.12.0", "cpu"), ("1.16.0", "cuda")])
+def test_another_version_of_trl_is_named(
+    version: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl, "__version__", version)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, architectures=["LlamaForCausalLM"])
+    args = trl.SFTConfig(str(tmp_path), max_length=32, use_cpu=True, report_to="none")
+    step = predict_step(config, args=args, dtype=torch.float32, kernels=kernels)
+    is_named = any("the kernels of trl 1.12.0 were not followed" in note for note in step.notes)
+    assert is_named == (version == "1.12.0" and kernels == "cuda")
