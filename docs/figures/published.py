@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -50,8 +51,8 @@ from transformers import (
 import style
 import trl
 from kbitwrap import StepMemory, predict_step
-from kbitwrap.model.pretrained import meta_model
-from published_trl import LOSSES, arguments, loss_of
+from kbitwrap.foresight import simulated
+from published_trl import TRAINERS, arguments, loss_of
 from sections import DOCS, markdown_table, replace_section
 
 MEASURED = Path(__file__).with_name("published.csv")
@@ -162,18 +163,21 @@ def _quantization(row: dict[str, str]) -> BitsAndBytesConfig | None:
     )
 
 
-def _model(row: dict[str, str]) -> nn.Module:
+def _source(row: dict[str, str]) -> PretrainedConfig:
     config = MODELS[row["model"]]
-    config._attn_implementation = "eager" if row["attention"] == "eager" else "sdpa"
-    dtype = getattr(torch, row["dtype"])
-    model: Any = meta_model(config, _quantization(row), dtype)
+    is_named = row["code"] in TRAINERS or row["attention"] == "eager"
+    config._attn_implementation = row["attention"] if is_named else "sdpa"
+    return config
+
+
+def _change(row: dict[str, str], model: Any) -> nn.Module:
+    """Let a model compute as that of the run, and return it."""
     if row["code"] in ("4.39", "4.45", "4.48"):
         model.loss_function = _shifted_loss
     if row["code"] == "4.39":
         _keep_rotary_tables(model)
     if row["code"] == "mean":
         model.loss_function = _mean
-    if row["code"] == "mean":
         for module in model.modules():
             if type(module).__name__ == "Linear4bit":
                 module.register_forward_hook(_keep_input)
@@ -182,7 +186,31 @@ def _model(row: dict[str, str]) -> nn.Module:
     if row["code"] in ("keeps-output", "mean"):
         model.get_output_embeddings().register_forward_hook(_hold)
         model.get_input_embeddings().register_forward_pre_hook(_let_go)
+    reentrant = _reentrant(row)
+    if row["way"] == "norms-stored":  # PEFT's function, after which TRL casts embeddings and head back
+        tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+        peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=reentrant)
+        for table in tables:
+            table.to(getattr(torch, row["dtype"]))
+    if row["base"] == "half":
+        model.gradient_checkpointing_enable(reentrant)
+        model.enable_input_require_grads()
+    if row["code"] == "mean":  # adapters in bfloat16
+        return peft.get_peft_model(model, _lora(row), autocast_adapter_dtype=False)
     return model  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _changed(row: dict[str, str]) -> Iterator[None]:
+    """Let models that are built from configs compute as that of the run."""
+    build = simulated.built_model
+
+    def changed(*args: Any) -> nn.Module:
+        with torch.device("meta"):
+            return _change(row, build(*args))
+
+    with mock.patch.object(simulated, "built_model", changed):
+        yield
 
 
 def _expanded(attention: Any) -> Any:
@@ -232,56 +260,34 @@ def _lora(row: dict[str, str]) -> peft.LoraConfig:
     )
 
 
-def _predict_trainer(row: dict[str, str]) -> StepMemory:
-    """The prediction for a row of transformers' trainer, or of TRL's."""
-    source: Any = MODELS[row["model"]]
-    source._attn_implementation = row["attention"]
-    dtype = getattr(torch, row["dtype"])
-    with loss_of(row["code"]):
-        return predict_step(
-            source,
-            quantization_config=_quantization(row),
-            dtype=dtype,
-            args=arguments(row),
-            seq_len=int(row["seq"]),
-            precision="peft" if row["way"] == "peft" else "unprepared",
-            lora=_lora(row),
-        )
+def _reentrant(row: dict[str, str]) -> dict[str, bool]:
+    return {"use_reentrant": row["source"].startswith("fms")}
 
 
 def predict(row: dict[str, str]) -> StepMemory:
     """The prediction for one row."""
-    if row["code"] == "trainer" or row["code"] in LOSSES:
-        return _predict_trainer(row)
-    model, way = _model(row), row["way"]
-    lora = _lora(row)
-    reentrant = {"use_reentrant": row["source"].startswith("fms")}
-    if way == "norms-stored":  # PEFT's function, after which TRL casts embeddings and head back
-        tables = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
-        with torch.device("meta"):
-            model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=reentrant)
-            for table in tables:
-                table.to(getattr(torch, row["dtype"]))
-        way = "none"
-    if row["base"] == "half":
-        model.gradient_checkpointing_enable(reentrant)  # type: ignore[operator]
-        model.enable_input_require_grads()  # type: ignore[operator]
-    if row["code"] == "mean":  # adapters in bfloat16
-        with torch.device("meta"):
-            model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    given: dict[str, Any] = {
+        "quantization_config": _quantization(row),
+        "dtype": getattr(torch, row["dtype"]),
+        "lora": None if row["code"] == "mean" else _lora(row),
+        "seq_len": int(row["seq"]),
+    }
+    if row["code"] in TRAINERS:
+        precision = "peft" if row["way"] == "peft" else "unprepared"
+        with loss_of(row["code"]):
+            return predict_step(_source(row), precision=precision, args=arguments(row), **given)
     own = "sgd" if row["code"] == "mean" else "adamw_torch"
-    with _attention(row["attention"]):
+    with _attention(row["attention"]), _changed(row):
         return predict_step(
-            model,
-            precision=way,
+            _source(row),
+            precision="none" if row["way"] == "norms-stored" else row["way"],
             batch_size=int(row["batch"]),
-            seq_len=int(row["seq"]),
             inputs=_inputs(row),
-            lora=None if row["code"] == "mean" else lora,
             optimizer=row["optimizer"] or own,
             autocast=row["autocast"] or None,
             gradient_checkpointing=row["checkpointing"] != "off",
-            gradient_checkpointing_kwargs=reentrant,
+            gradient_checkpointing_kwargs=_reentrant(row),
+            **given,
         )
 
 

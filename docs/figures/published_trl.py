@@ -77,6 +77,8 @@ LOSSES: dict[str, Callable[..., PerToken]] = {
     "trl-1.12": partial(_in_chunks, _project_in_float32),
     "trl-1.14": partial(_in_chunks, _project),
 }
+TRAINERS = ("trainer", *LOSSES)
+"""The codes of steps of transformers' trainer, and of TRL's."""
 
 
 @contextlib.contextmanager
