@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import csv
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,13 +45,15 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
 )
 
 import style
 import trl
-from kbitwrap import StepMemory, predict_step
+from kbitwrap import StepMemory, StepPredictor
+from kbitwrap.cli.limits import budget_of
 from kbitwrap.foresight import simulated
 from published_trl import TRAINERS, arguments, loss_of
 from sections import DOCS, markdown_table, replace_section
@@ -111,6 +114,10 @@ MODELS: dict[str, PretrainedConfig] = {
     "deepseek-coder-1.3b-instruct": _config(LlamaConfig, 2048, 5504, 24, 16, 16, 32256, False),
     "Llama-3.2-1B-Instruct": _config(LlamaConfig, 2048, 8192, 16, 32, 8, 128256, True),
     "Llama-3.2-3B-Instruct": _config(LlamaConfig, 3072, 8192, 28, 24, 8, 128256, True),
+    "Llama-3.1-8B-Instruct": _config(LlamaConfig, 4096, 14336, 32, 32, 8, 128256, False),
+    "Phi-4-mini-instruct": _config(
+        Phi3Config, 3072, 8192, 32, 24, 8, 200064, True, pad_token_id=None, sliding_window=None
+    ),
 }
 MODELS["Llama, 24 blocks of 2048"] = _config(LlamaConfig, 2048, 4096, 24, 16, 16, 32000, False)
 _held: dict[str, torch.Tensor] = {}
@@ -192,7 +199,7 @@ def _change(row: dict[str, str], model: Any) -> nn.Module:
         peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=reentrant)
         for table in tables:
             table.to(getattr(torch, row["dtype"]))
-    if row["base"] == "half":
+    if row["base"] == "half" and row["code"] not in TRAINERS:
         model.gradient_checkpointing_enable(reentrant)
         model.enable_input_require_grads()
     if row["code"] == "mean":  # adapters in bfloat16
@@ -264,35 +271,42 @@ def _reentrant(row: dict[str, str]) -> dict[str, bool]:
     return {"use_reentrant": row["source"].startswith("fms")}
 
 
-def predict(row: dict[str, str]) -> StepMemory:
-    """The prediction for one row."""
+@contextlib.contextmanager
+def predicting(row: dict[str, str]) -> Iterator[StepPredictor]:
+    """What predicts a run's steps, while all computes as in the run."""
     given: dict[str, Any] = {
         "quantization_config": _quantization(row),
         "dtype": getattr(torch, row["dtype"]),
         "lora": None if row["code"] == "mean" else _lora(row),
-        "seq_len": int(row["seq"]),
+        "precision": "none" if row["way"] == "norms-stored" else row["way"],
     }
+    if row["empties"] == "no":
+        given["empty_cache"] = False
     if row["code"] in TRAINERS:
-        precision = "peft" if row["way"] == "peft" else "unprepared"
-        with loss_of(row["code"]):
-            return predict_step(_source(row), precision=precision, args=arguments(row), **given)
-    own = "sgd" if row["code"] == "mean" else "adamw_torch"
-    with _attention(row["attention"]), _changed(row):
-        return predict_step(
-            _source(row),
-            precision="none" if row["way"] == "norms-stored" else row["way"],
-            batch_size=int(row["batch"]),
-            inputs=_inputs(row),
-            optimizer=row["optimizer"] or own,
-            autocast=row["autocast"] or None,
-            gradient_checkpointing=row["checkpointing"] != "off",
-            gradient_checkpointing_kwargs=_reentrant(row),
-            **given,
-        )
+        given["args"] = arguments(row)
+        if row["way"] == "none":
+            given["precision"] = "unprepared"
+    else:
+        given |= {
+            "inputs": _inputs(row),
+            "optimizer": row["optimizer"] or ("sgd" if row["code"] == "mean" else "adamw_torch"),
+            "autocast": row["autocast"] or None,
+            "gradient_checkpointing": row["checkpointing"] != "off",
+            "gradient_checkpointing_kwargs": _reentrant(row),
+        }
+    allocator = mock.patch.dict(os.environ, {"PYTORCH_ALLOC_CONF": row["allocator"]})
+    with allocator, loss_of(row["code"]), _attention(row["attention"]), _changed(row):
+        yield StepPredictor(_source(row), **given)
+    _held.clear()
+
+
+def predict(row: dict[str, str]) -> StepMemory:
+    """The prediction for one row."""
+    with predicting(row) as predictor:
+        return predictor(int(row["batch"]), int(row["seq"]))
 
 
 FIGURES = ("forward_bytes", "backward_bytes", "optimizer_bytes", "peak_bytes")
-MEASURED_ONLY = ("reserved_bytes", "card_bytes")
 
 
 def _figures(row: dict[str, str], step: StepMemory) -> dict[str, int]:
@@ -312,26 +326,29 @@ def _settings(row: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in row.items() if not key.endswith("_bytes") and value}
 
 
-def compared(row: dict[str, str]) -> dict[str, Any]:
-    """One row with its prediction, and the errors in percent."""
+def compared(row: dict[str, str], card_bytes: int) -> dict[str, Any]:
+    """One row with its prediction, the errors in percent, and whether it is predicted to fit its card."""
     start = time.perf_counter()
-    step = predict(row)
-    _held.clear()
-    measured = {name: int(row[name]) for name in ("static_bytes", *FIGURES) if row[name]}
-    predicted = _figures(row, step)
-    errors = {name: round(100 * (predicted[name] / value - 1), 2) for name, value in measured.items()}
-    measured |= {name: int(row[name]) for name in MEASURED_ONLY if row[name]}
-    settings = _settings(row)
-    least, most = (predicted["peak_bytes"] + number for number in step.unknown_bytes)
-    return settings | {
-        "measured": measured,
-        "predicted": predicted,
-        "range": [least, most],
-        "in_range": least <= measured["peak_bytes"] <= most,
-        "error_percent": errors,
-        "error_with_least_percent": round(100 * (least / measured["peak_bytes"] - 1), 2),
-        "seconds": round(time.perf_counter() - start, 1),
+    batch = int(row["batch"]), int(row["seq"])
+    with predicting(row) as predictor:
+        step = predictor(*batch)
+        fits = None
+        if card_bytes and row["steps"] != "1":  # a step after the first is predicted
+            fits = predictor.fits(budget_of(None, card_bytes) or 0, *batch)
+    predicted = _figures(row, step) | {"reserved_bytes": step.reserved_bytes}
+    measured = {
+        name: int(row[name]) for name in ("static_bytes", *FIGURES, "reserved_bytes", "card_bytes") if row[name]
     }
+    errors = {
+        name: round(100 * (predicted[name] / value - 1), 2) for name, value in measured.items() if name in predicted
+    }
+    found = _settings(row) | {"measured": measured, "predicted": predicted, "error_percent": errors, "fits": fits}
+    if "peak_bytes" in measured:
+        least, most = (predicted["peak_bytes"] + number for number in step.unknown_bytes)
+        found["range"] = [least, most]
+        found["in_range"] = least <= measured["peak_bytes"] <= most
+        found["error_with_least_percent"] = round(100 * (least / measured["peak_bytes"] - 1), 2)
+    return found | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 def _code(row: dict[str, Any]) -> str:
@@ -347,20 +364,54 @@ def _code(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: measured and predicted peaks in MiB, and the errors in percent."""
+    """The rows as Markdown: measured and predicted bytes in MiB, and the errors in percent."""
     head = ["model", "batch x tokens", "base", "preparation", "measured", "predicted", "peak", "with workspaces"]
-    head += ["forward", "backward", "optimizer", "static", "in range", "reserved", "attention", "code", "source"]
-    lines = [head]
+    head += ["forward", "backward", "optimizer", "static", "in range", "reserved", "predicted", "error"]
+    lines = [[*head, "attention", "code", "source"]]
     for row in rows:
-        errors = row["error_percent"]
+        errors, both = row["error_percent"], (row["measured"], row["predicted"])
         cells = [row["model"], f"{row['batch']} x {row['seq']}", row["base"], row["way"]]
-        cells += [f"{row[key]['peak_bytes'] / 2**20:,.1f}" for key in ("measured", "predicted")]
-        names = ("peak", "forward", "backward", "optimizer", "static")
-        found = [f"{errors[f'{name}_bytes']:+.2f}" if f"{name}_bytes" in errors else "" for name in names]
-        cells += [found[0], f"{row['error_with_least_percent']:+.2f}", *found[1:]]
-        reserved = row["measured"].get("reserved_bytes")
-        cells += ["yes" if row["in_range"] else "no", f"{reserved / 2**20:,.0f}" if reserved else ""]
-        cells += [row["attention"], _code(row), row["source"]]
+        if "peak_bytes" in errors:
+            cells += [f"{found['peak_bytes'] / 2**20:,.1f}" for found in both]
+            cells += [f"{errors['peak_bytes']:+.2f}", f"{row['error_with_least_percent']:+.2f}"]
+        else:
+            cells += [""] * 4
+        names = ("forward_bytes", "backward_bytes", "optimizer_bytes", "static_bytes")
+        cells += [f"{errors[name]:+.2f}" if name in errors else "" for name in names]
+        cells.append({True: "yes", False: "no", None: ""}[row.get("in_range")])
+        if "reserved_bytes" in errors:
+            cells += [f"{found['reserved_bytes'] / 2**20:,.0f}" for found in both]
+            cells.append(f"{errors['reserved_bytes']:+.2f}")
+        else:
+            cells += [""] * 3
+        lines.append([*cells, row["attention"], _code(row), row["source"]])
+    return markdown_table(lines)
+
+
+def ran_out(rows: list[dict[str, Any]]) -> str:
+    """The runs that ran out of memory as Markdown, with what is predicted of them."""
+    lines = [["model", "batch x tokens", "base", "preparation", "reserved without a limit, GiB", "fits", "source"]]
+    for row in rows:
+        reserved = f"{row['predicted']['reserved_bytes'] / GIB:,.1f}"
+        fits = "yes" if row["fits"] else "no"
+        lines.append(
+            [row["model"], f"{row['batch']} x {row['seq']}", row["base"], row["way"], reserved, fits, row["source"]]
+        )
+    return markdown_table(lines)
+
+
+def forecast(rows: list[dict[str, Any]]) -> str:
+    """The runs of which no figure was published as Markdown: for each batch, bytes allocated and reserved in GiB."""
+    batches = sorted({int(row["batch"]) for row in rows})
+    lines = [["model", "tokens", "rank", *(f"batch {batch}" for batch in batches)]]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = {int(row["batch"]): row for row in rows if row["model"] == model}
+        first = of_model[batches[0]]
+        cells = [model, first["seq"], first["rank"]]
+        for batch in batches:
+            row = of_model[batch]
+            allocated, reserved = (row["predicted"][name] / GIB for name in ("peak_bytes", "reserved_bytes"))
+            cells.append(f"{allocated:.2f} / {reserved:.2f}" + ("" if row["fits"] else ", runs out"))
         lines.append(cells)
     return markdown_table(lines)
 
@@ -384,7 +435,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(5.0, 7.0), layout="constrained")
     peaks, errors = figure.subplots(2, 1, height_ratios=(3, 2))
     for name, color in COLORS.items():
-        of_source = [row for row in rows if row["source"].startswith(name)]
+        of_source = [row for row in rows if row["source"].startswith(name) and "peak_bytes" in row["measured"]]
         measured = [row["measured"]["peak_bytes"] / GIB for row in of_source]
         predicted = [row["predicted"]["peak_bytes"] / GIB for row in of_source]
         off = [row["error_percent"]["peak_bytes"] for row in of_source]
@@ -435,9 +486,12 @@ def sources() -> str:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Draw the picture and write the tables."""
-    style.draw(draw, PICTURE, rows)
+    measured = [row for row in rows if row["measured"]]
+    style.draw(draw, PICTURE, measured)
     replace_section(PAGE, "sources", sources())
-    replace_section(PAGE, "published", table(rows))
+    replace_section(PAGE, "published", table(measured))
+    replace_section(PAGE, "ran out", ran_out([row for row in rows if "ran_out" in row]))
+    replace_section(PAGE, "forecast", forecast([row for row in rows if not row["measured"] and "ran_out" not in row]))
 
 
 def _kept(versions: dict[str, str]) -> list[dict[str, Any]]:
@@ -449,8 +503,15 @@ def _kept(versions: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _is_of(found: dict[str, Any], row: dict[str, str]) -> bool:
-    is_one = found["measured"]["peak_bytes"] == int(row["peak_bytes"])  # of runs that were done twice
+    is_one = str(found["measured"].get("peak_bytes", "")) == row["peak_bytes"]  # of runs that were done twice
     return is_one and {name: found[name] for name in row if name in found} == _settings(row)
+
+
+def _card_bytes(source: str) -> int:
+    """The bytes of the card that a run was on; 0 where it is not known."""
+    of_source = [row for row in _read(SOURCES) if source.startswith(row["source"])]
+    gib = max(of_source, key=lambda row: len(row["source"]))["card_gib"]
+    return int(float(gib or 0) * GIB)
 
 
 def main() -> None:
@@ -470,9 +531,9 @@ def main() -> None:
     for row in given:
         of_before = [found for found in kept if _is_of(found, row)]
         if all(any(word in cell for cell in row.values()) for word in words):
-            found = compared(row)
+            found = compared(row, _card_bytes(row["source"]))
             print(*(row[key] for key in ("source", "model", "base", "way", "attention", "batch", "seq")), end=" ")
-            print(found["error_percent"], f"{found['seconds']} s", flush=True)
+            print(found["error_percent"], found["fits"], f"{found['seconds']} s", flush=True)
             results.append(found)
         else:
             results += of_before[:1]
