@@ -49,6 +49,12 @@ def test_the_page_counts_the_runs_of_the_data(rows: list[dict[str, Any]], runs: 
     assert table.count("\n| ") == sum(bool(row["measured"]) for row in runs) + 2
 
 
+def test_the_page_counts_those_that_are_near_with_what_the_allocator_adds(rows: list[dict[str, Any]]) -> None:
+    page = " ".join((pages.DOCS / "published.md").read_text(encoding="utf-8").split())
+    near = sum(abs(row["error_with_least_percent"]) <= 0.5 for row in rows)
+    assert f"With the least that is predicted of these, {near} of the runs are met within 0.5 %" in page
+
+
 def test_the_page_counts_what_is_reserved(runs: list[dict[str, Any]]) -> None:
     page = " ".join((pages.DOCS / "published.md").read_text(encoding="utf-8").split())
     stated = [row for row in runs if "reserved_bytes" in row["measured"]]
@@ -90,5 +96,5 @@ def test_the_page_says_how_many_of_fitchecks_peaks_lie_in_range(rows: list[dict[
     below = [1 - row["measured"]["peak_bytes"] / row["range"][0] for row in outside]
     page = " ".join((pages.DOCS / "published.md").read_text(encoding="utf-8").split())
     inside = len(of_fitcheck) - len(outside)
-    assert all(0 < share < 0.0006 for share in below)
+    assert all(0 < share < 0.0035 for share in below)
     assert f"Of fitcheck's {len(of_fitcheck)} peaks {inside} lie in the predicted range" in page
