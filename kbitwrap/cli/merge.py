@@ -140,30 +140,8 @@ def command(
 
     status = write(merge, f"merging {' and '.join(paths)}", json_, trust_remote_code)
     if status == EXIT_DONE and adapter is not None and quant is not None:
-        _tell_unrecorded(base, adapter, manifest, quant, trust_remote_code)
+        # The card says who told the quantization.
+        card = (out / "README.md").read_text(encoding="utf-8")
+        if "no record confirms" in card:
+            say(f"note: there is no record, so --quant {quant} was taken at its word")
     return status
-
-
-def _tell_unrecorded(
-    base: str | None,
-    adapter: Path,
-    manifest: Path | None,
-    quant: str,
-    trust_remote_code: bool,
-) -> None:
-    """Say that nothing records how a base was quantized in training, where that is so."""
-    from ..checkpoints.adapters import read_adapter
-    from ..checkpoints.base import named_base
-    from ..checkpoints.base_quantization import GIVEN, find_quantization
-    from ..checkpoints.reader import load_manifest, saved_manifest
-
-    saved = read_adapter(adapter)
-    record = saved_manifest(adapter) if manifest is None else load_manifest(manifest)
-    given = quantization_in_training(quant, None)
-    found = find_quantization(
-        base or named_base(saved), given, record, saved, trust_remote_code
-    )
-    if found.source == GIVEN:
-        say(
-            f"note: nothing here records how BASE was quantized in training, so --quant {quant} was taken at its word"
-        )

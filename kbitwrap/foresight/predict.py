@@ -8,6 +8,7 @@ import functools
 import math
 import threading
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,6 @@ from .trainers import Rehearsal
 from .unknown import Unknown, sampled_bytes, unknowns
 
 _OVER_EVERY_BUDGET = 1 << 80  # bytes
-_SHARE = 7  # of a budget, as a power of 2, to which the least that suffices is told
 # the default dtype, and what transformers is told, are those of the process
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -336,7 +336,15 @@ class StepPredictor:
             seq_len: Tokens in a sequence.
         """
         limit = parse_bytes(budget)
-        return self._needed_bytes((batch_size, seq_len), limit) <= limit
+        step = self._step(batch_size, seq_len)
+        if max(step.peak_bytes, self._loading_bytes or 0) > limit:
+            return False
+        if step.reserved is not None and step.reserved.most > limit:
+            try:
+                self._replay(step, limit)
+            except MemoryError:
+                return False
+        return True
 
     def _largest(
         self,
@@ -350,31 +358,22 @@ class StepPredictor:
         if (self._loading_bytes or 0) > limit_bytes:
             return 0
 
-        def num_bytes(number: int) -> int:
-            if number > 0:
-                return self._needed_bytes(batch(number), limit_bytes)
-            held = [step.held.total() for step in self._steps.values()]
-            return max(held, default=0)
-
-        return largest(num_bytes, limit_bytes, numbers, limit)
-
-    def _needed_bytes(self, batch: tuple[int, int], limit: int) -> int:
-        """Return about the least that suffices for a run with a batch; on the right side of a limit."""
-        try:
-            step = self._step(*batch)
-        except TooLongError:  # some positions of the model's own longest are taken
-            return _OVER_EVERY_BUDGET
-        if step.reserved is None:
-            return max(step.peak_bytes, self._loading_bytes or 0)
-        low, high = step.peak_bytes, step.reserved.most
-        tried = min(limit, high)
-        while low < tried < high:
+        def peak_bytes(number: int) -> int:
+            if number == 0:
+                held = [step.held.total() for step in self._steps.values()]
+                return max(held, default=0)
             try:
-                high = max(self._replay(step, tried).most, low + 1)
-            except MemoryError:
-                low = tried
-            tried = (low + high) // 2 if high - low > limit >> _SHARE else high
-        return high
+                return self._step(*batch(number)).peak_bytes
+            except TooLongError:  # some positions of the model's own longest are taken
+                return _OVER_EVERY_BUDGET
+
+        most = largest(peak_bytes, limit_bytes, numbers, limit)
+        if most == 0 or self.fits(limit_bytes, *batch(most)):
+            return most
+        # What is reserved beside tensors allows less, and does not grow as evenly.
+        return bisect_left(
+            range(1, most), True, key=lambda n: not self.fits(limit_bytes, *batch(n))
+        )
 
     @property
     def _loading_bytes(self) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import os
 import types
 from collections.abc import Callable, Mapping
@@ -301,8 +300,7 @@ def _prepared_by_peft(
             "gradient_checkpointing_kwargs", None
         ),
     }
-    empties = "auto_clear_cache" in inspect.signature(prepare).parameters  # since 0.19
-    empties = others.pop("empty_cache", empties)
+    empties = others.pop("empty_cache", True)
     if others:
         raise ConfigError(
             "precision 'peft': expected gradient_checkpointing, gradient_checkpointing_kwargs and empty_cache alone, "
