@@ -336,7 +336,10 @@ class StepPredictor:
             seq_len: Tokens in a sequence.
         """
         limit = parse_bytes(budget)
-        step = self._step(batch_size, seq_len)
+        try:
+            step = self._step(batch_size, seq_len)
+        except TooLongError:  # some positions of the model's own longest are taken
+            return False
         if max(step.peak_bytes, self._loading_bytes or 0) > limit:
             return False
         if step.reserved is not None and step.reserved.most > limit:

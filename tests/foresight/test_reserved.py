@@ -25,7 +25,16 @@ SHAPES: dict[str, Any] = {
     "vocab_size": 160,
     "dtype": "bfloat16",
 }
-T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 8, "num_heads": 4, "vocab_size": 160, "dtype": "bfloat16"}
+T5: dict[str, Any] = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 8,
+    "num_heads": 4,
+    "vocab_size": 160,
+    "decoder_start_token_id": 0,
+    "dtype": "bfloat16",
+}
 MODELS: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPES, architectures=["LlamaForCausalLM"]),
     "gemma2": Gemma2Config(**SHAPES, head_dim=16, sliding_window=32, architectures=["Gemma2ForCausalLM"]),
