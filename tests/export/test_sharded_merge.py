@@ -259,8 +259,10 @@ def hold_little(rank: int, join: forks.Join, folder: Path) -> None:
         wrapper.export(folder / "warm", merge_adapters=True)
         sizes = allocations(lambda: wrapper.export(folder / "merged", merge_adapters=True))
     mapped = (folder / "merged" / "model.safetensors").stat().st_size  # to read its header
+    # What rank 0 tells is a message of some 30 bytes, which a thread of gloo frees when it comes to it.
+    counted = [size for size in sizes if abs(size) != mapped and abs(size) > 64]
     # Rank 0 as without shards; the others gather what is packed, and merge nothing.
-    assert 0 < peak(size for size in sizes if abs(size) != mapped) <= (2 * tensor if rank == 0 else tensor)
+    assert 0 < peak(counted) <= (2 * tensor if rank == 0 else tensor)
 
 
 def test_what_is_held_beside_the_shards_is_what_one_tensor_takes(tmp_path: Path) -> None:
