@@ -11,10 +11,8 @@ import functools
 import importlib
 import io
 import os
-import shutil
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +24,6 @@ from unittest import mock
 
 PRELOADED = "support.preloaded"
 WORLD_SIZE = 2
-MOST_SECONDS = 600  # of ranks; the longest take two minutes
 _groups: list[Any] = []
 
 
@@ -120,39 +117,10 @@ Join = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 def run_ranks(function: Callable[..., None], *args: Any, world_size: int = WORLD_SIZE) -> None:
-    """Call `function(rank, join, *args)` in new processes; `with join():` they are one gloo group.
-
-    Ranks of which one ended by a signal, or that have not ended in ten minutes, are run once more, in folders that are
-    emptied: in torch 2.13 gloo's own threads use a buffer of a message that is gone, about once in 100,000 collectives.
-    Two processes that do nothing but `broadcast_object_list` and `DTensor.full_tensor` show it, by a fault of memory;
-    else `gloo::transport::tcp::UnboundBuffer::~UnboundBuffer` waits for ever. What raises is not run again.
-    """
-    from torch.multiprocessing import ProcessExitedException
-
-    try:
-        if _join(start_ranks(function, *args, world_size=world_size)):
-            return
-    except ProcessExitedException as error:
-        if error.signal_name not in ("SIGSEGV", "SIGABRT"):
-            raise
-    for folder in args:
-        if isinstance(folder, Path):
-            shutil.rmtree(folder)
-            folder.mkdir()
-    if not _join(start_ranks(function, *args, world_size=world_size)):
-        raise TimeoutError(f"the ranks have not ended in {MOST_SECONDS} seconds, twice")
-
-
-def _join(started: Any) -> bool:
-    """Wait for processes, and return whether they have ended; those that have not in time are killed."""
-    deadline = time.monotonic() + MOST_SECONDS
-    while not started.join(timeout=max(deadline - time.monotonic(), 0)):
-        if time.monotonic() >= deadline:
-            for process in started.processes:
-                process.kill()
-                process.join()
-            return False
-    return True
+    """Call `function(rank, join, *args)` in new processes; `with join():` they are one gloo group."""
+    started = start_ranks(function, *args, world_size=world_size)
+    while not started.join():
+        pass
 
 
 def start_ranks(function: Callable[..., None], *args: Any, world_size: int = WORLD_SIZE) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,12 +13,33 @@ import torch
 import transformers
 from bitsandbytes import functional
 from bitsandbytes.nn import modules
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 torch.set_num_threads(1)
 # Searching for garbage as often as Python does takes a tenth of the tests' time; what asks for a search gets it.
 gc.set_threshold(5_000, 10, 10)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+class GlooOfOneThread(ProcessGroupGloo):
+    """A gloo group whose operations one thread runs, and not two.
+
+    In torch 2.11 to 2.15 each thread writes the name of what it has run into one `std::string`, without a lock
+    (`ProcessGroupGloo::runLoop`). Where both do at once, one writes into memory that the other has freed, and the
+    process ends by a signal, or waits for ever: in one of eight runs of the sharded merges.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._threads = 1
+        options._timeout = timeout
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        super().__init__(store, rank, size, options)
+
+
+distributed_c10d.ProcessGroupGloo = GlooOfOneThread  # which `init_process_group` and `new_group` make
 
 # On a CPU with AVX512-BF16, bitsandbytes' 4-bit layers repack their weights when they run in eval mode, and compute in
 # bfloat16 from then on, without a backward and for some shapes alone. Tests hold on every CPU, those that need one of
