@@ -19,7 +19,7 @@ NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 160,
@@ -35,10 +35,12 @@ T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "dtype": "bfloat16",
 }
+SHALLOW = LlamaConfig(**SHAPES, architectures=["LlamaForCausalLM"])
+DEEP = SHAPES | {"num_hidden_layers": 12}  # of which a few blocks are run
 MODELS: dict[str, Any] = {
-    "llama": LlamaConfig(**SHAPES, architectures=["LlamaForCausalLM"]),
-    "gemma2": Gemma2Config(**SHAPES, head_dim=16, sliding_window=32, architectures=["Gemma2ForCausalLM"]),
-    "mixtral": MixtralConfig(**SHAPES, num_local_experts=4, architectures=["MixtralForCausalLM"]),
+    "llama": LlamaConfig(**DEEP, architectures=["LlamaForCausalLM"]),
+    "gemma2": Gemma2Config(**DEEP, head_dim=16, sliding_window=32, architectures=["Gemma2ForCausalLM"]),
+    "mixtral": MixtralConfig(**DEEP, num_local_experts=4, architectures=["MixtralForCausalLM"]),
     "t5": T5Config(**T5, architectures=["T5ForConditionalGeneration"]),
 }
 MISTRAL = MistralConfig(
@@ -124,16 +126,16 @@ def test_what_the_allocator_is_asked_for_at_most_is_the_peak(
     beside = 2 * reserved.WORKSPACE_BYTES[0] + rounded_up(predict._sampled_bytes, 512)
     assert made[-1].most - beside == step.peak_bytes
     blocks = next(part for part in step.unknown if "blocks" in part.what)
-    assert blocks.least_bytes == made[-1].peak_allocated_bytes - made[-1].most
+    assert blocks.most_bytes == made[-1].peak_allocated_bytes - made[-1].most
     assert step.reserved_bytes == made[-1].peak_reserved_bytes >= made[-1].peak_allocated_bytes
 
 
-WIDE = LlamaConfig(**SHAPES | {"vocab_size": 1 << 18, "tie_word_embeddings": False, "num_hidden_layers": 2})
+WIDE = LlamaConfig(**SHAPES | {"vocab_size": 1 << 18, "tie_word_embeddings": False})
 OF_PEFT: dict[str, Any] = {"precision": "peft", "quantization_config": NF4, "batch_size": 1, "seq_len": 8}
-predicted = functools.partial(predict_step, MODELS["llama"], quantization_config=NF4, batch_size=2, seq_len=48)
+predicted = functools.partial(predict_step, SHALLOW, quantization_config=NF4, batch_size=2, seq_len=48)
 
 
-@pytest.mark.parametrize("name", few(MODELS, ["gemma2"]))
+@pytest.mark.parametrize("name", few(MODELS, ["llama"]))
 def test_blocks_that_are_not_run_reserve_what_they_would(name: str) -> None:
     options: dict[str, Any] = {"quantization_config": NF4, "batch_size": 2, "seq_len": 2000}
     cut, all_ = (predict_step(MODELS[name], exact=exact, **options) for exact in (False, True))
@@ -165,7 +167,7 @@ def test_settings_of_the_allocator_are_followed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_step_fits_that_runs_once_the_cache_was_emptied() -> None:
-    predict = StepPredictor(MODELS["llama"], quantization_config=NF4)
+    predict = StepPredictor(SHALLOW, quantization_config=NF4)
     step = predict(2, 2000)
     assert step.reserved_bytes is not None
     assert predict.fits(max((step.reserved_by_phase or {}).values()), 2, 2000)
