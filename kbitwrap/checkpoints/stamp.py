@@ -114,7 +114,7 @@ def stamp_adapter(
             recorded = Manifest.of(preparation)
         finally:
             preparation.release()
-            preparation.journal.resume(tree)
+            preparation.journal.undo_or_raise(tree)
         adapted_base(trained, saved)  # which raises for an adapter of another base
 
     is_given = quantization_config not in (None, False)

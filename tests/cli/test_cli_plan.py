@@ -99,6 +99,7 @@ def test_what_fits_stands_beside_each_precision_and_what_comes_on_top_is_told(
 
 
 @pytest.mark.usefixtures("searched")
+@pytest.mark.usefixtures("searched")
 def test_the_first_sentence_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     arguments = [model, "--step", "--seq", "8", "--precision", "none", "norms"]
@@ -111,6 +112,7 @@ def test_the_first_sentence_says_what_does_not_fit(capsys: pytest.CaptureFixture
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_model_that_cannot_be_loaded_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "vocab_size": 4096})
     arguments = [model, "--step", "--seq", "1", "--quant", "int8", "--precision", "none"]
@@ -147,12 +149,12 @@ def test_of_unified_memory_the_process_is_taken_off_too_and_what_is_assumed_is_t
 
 
 def test_on_unified_memory_loading_has_to_fit_with_the_pages_of_the_files_that_it_reads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     sizes = {"num_hidden_layers": 1, "max_position_embeddings": 8, "vocab_size": 128000, "hidden_size": 512}
     model = saved(tmp_path, LLAMA | sizes)
     arguments = [model, "--step", "--seq", "1", "--precision", "none", "--device-memory"]
-    step = run_json(capsys, *arguments, "8GB")["steps"]["none"]
+    step = run_json(capsys, *arguments[:-1])["steps"]["none"]
     assert step["reserved_bytes"] < step["loading_bytes"] + step["mapped_bytes"]
     taken = 666_632_192 + PROCESS["resident_bytes"]
     needed = step["loading_bytes"] + step["mapped_bytes"] + taken
@@ -161,6 +163,7 @@ def test_on_unified_memory_loading_has_to_fit_with_the_pages_of_the_files_that_i
         found = json.loads(capsys.readouterr().out)["steps"]["none"]
         assert found["fits"] == fits
         assert (found["longest_sequence"] > 0) == (found["largest_batch"] > 0) == fits
+    request.getfixturevalue("searched")
     assert main(["plan", *arguments, f"{needed - 1 - PROCESS['resident_bytes']}B"]) == 0
 
 

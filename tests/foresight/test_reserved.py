@@ -58,7 +58,7 @@ MISTRAL = MistralConfig(
 
 def test_the_gibibyte_that_was_reported_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface/peft#3265: PEFT 0.18, which left the cache alone, and transformers 4.56, on a Jetson of 8 GB."""
-    monkeypatch.setattr(loading, "COPIES", 2)
+    monkeypatch.setattr(loading, "COPIES_WHILE_QUANTIZED", 2)
     step = predict_step(
         MISTRAL, precision="peft", empty_cache=False, quantization_config=NF4, batch_size=1, seq_len=64, optimizer=None
     )
