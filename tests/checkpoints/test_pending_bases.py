@@ -256,6 +256,7 @@ def test_a_pending_weight_is_quantized_once_for_all_who_read_it_at_a_time(
         del readers  # nobody else holds what was quantized
 
 
+@pytest.mark.thorough
 def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

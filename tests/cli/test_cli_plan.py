@@ -148,6 +148,7 @@ def test_of_unified_memory_the_process_is_taken_off_too_and_what_is_assumed_is_t
     assert "is assumed" in out
 
 
+@pytest.mark.thorough
 def test_on_unified_memory_loading_has_to_fit_with_the_pages_of_the_files_that_it_reads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

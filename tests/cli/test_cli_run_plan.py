@@ -66,6 +66,7 @@ def _nothing_is_shared_by_accelerate() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_integrated", [False, True])
 def test_the_memory_of_the_gpu_here_is_the_hosts_too_where_the_gpu_says_so(
     is_integrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

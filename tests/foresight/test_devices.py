@@ -86,6 +86,7 @@ def train_under_ddp(rank: int, join: forks.Join, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
+@pytest.mark.thorough
 def test_under_ddp_a_step_equals_that_of_two_processes_to_the_byte(tmp_path: Path) -> None:
     zoo.checkpoint("llama")
     forks.run_ranks(train_under_ddp, tmp_path)
@@ -162,6 +163,7 @@ def train_under_fsdp2(rank: int, join: forks.Join, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
+@pytest.mark.thorough
 def test_under_fsdp2_a_step_of_two_processes_is_in_the_range_that_is_told(tmp_path: Path) -> None:
     zoo.checkpoint("llama")
     forks.run_ranks(train_under_fsdp2, tmp_path)

@@ -19,7 +19,7 @@ NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 160,
@@ -37,7 +37,7 @@ T5: dict[str, Any] = {
 }
 SHALLOW = LlamaConfig(**SHAPES, architectures=["LlamaForCausalLM"])
 DEEP = SHAPES | {"num_hidden_layers": 12}  # of which a few blocks are run
-MODELS: dict[str, Any] = {
+DEEP_MODELS: dict[str, Any] = {
     "llama": LlamaConfig(**DEEP, architectures=["LlamaForCausalLM"]),
     "gemma2": Gemma2Config(**DEEP, head_dim=16, sliding_window=32, architectures=["Gemma2ForCausalLM"]),
     "mixtral": MixtralConfig(**DEEP, num_local_experts=4, architectures=["MixtralForCausalLM"]),
@@ -100,6 +100,7 @@ class Counting(Allocator):
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
+    ("shallow", {"precision": "norms"}),
     ("llama", {"precision": "norms"}),
     ("llama", {"precision": "compute", "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}),
     ("llama", {"precision": "none", "gradient_checkpointing": False, "lora": LoraConfig(r=4)}),
@@ -110,7 +111,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), few(CASES, [CASES[0], CASES[4]]), ids=str)
+@pytest.mark.parametrize(("name", "options"), few(CASES, CASES[:1]), ids=str)
 def test_what_the_allocator_is_asked_for_at_most_is_the_peak(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +122,7 @@ def test_what_the_allocator_is_asked_for_at_most_is_the_peak(
         return made[-1]
 
     monkeypatch.setattr(reserved, "Allocator", make)
-    predict = StepPredictor(MODELS[name], **{"quantization_config": NF4, **options})
+    predict = StepPredictor({"shallow": SHALLOW, **DEEP_MODELS}[name], **{"quantization_config": NF4, **options})
     step = predict(2, 48)
     beside = 2 * reserved.WORKSPACE_BYTES[0] + rounded_up(predict._sampled_bytes, 512)
     assert made[-1].most - beside == step.peak_bytes
@@ -135,10 +136,11 @@ OF_PEFT: dict[str, Any] = {"precision": "peft", "quantization_config": NF4, "bat
 predicted = functools.partial(predict_step, SHALLOW, quantization_config=NF4, batch_size=2, seq_len=48)
 
 
-@pytest.mark.parametrize("name", few(MODELS, ["llama"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", DEEP_MODELS)
 def test_blocks_that_are_not_run_reserve_what_they_would(name: str) -> None:
     options: dict[str, Any] = {"quantization_config": NF4, "batch_size": 2, "seq_len": 2000}
-    cut, all_ = (predict_step(MODELS[name], exact=exact, **options) for exact in (False, True))
+    cut, all_ = (predict_step(DEEP_MODELS[name], exact=exact, **options) for exact in (False, True))
     assert cut.traced_blocks < all_.traced_blocks
     assert cut.reserved_by_phase == all_.reserved_by_phase
 
@@ -151,8 +153,8 @@ def test_it_is_in_the_prediction_on_cuda_alone() -> None:
         assert nowhere.reserved_by_phase is None
         assert nowhere.reserved_bytes is None
         assert "reserved" not in str(nowhere)
-    alone, shared = predicted(), predicted(engine="ddp", num_devices=2)
-    assert (shared.reserved_bytes or 0) >= (alone.reserved_bytes or 0)
+    shared = predicted(engine="ddp", num_devices=2)
+    assert (shared.reserved_bytes or 0) >= (step.reserved_bytes or 0)
 
 
 def test_settings_of_the_allocator_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +174,13 @@ def test_a_step_fits_that_runs_once_the_cache_was_emptied() -> None:
     assert step.reserved_bytes is not None
     assert predict.fits(max((step.reserved_by_phase or {}).values()), 2, 2000)
     assert not predict.fits(step.peak_bytes - 1, 2, 2000)
+
+
+@pytest.mark.thorough
+def test_a_search_goes_by_what_fits() -> None:
+    predict = StepPredictor(SHALLOW, quantization_config=NF4)
+    step = predict(2, 2000)
+    assert step.reserved_bytes is not None
     budget = (step.peak_bytes + step.reserved_bytes) // 2
     longest = predict.longest_sequence(budget, 2)
     assert predict.fits(budget, 2, longest)
