@@ -105,15 +105,13 @@ def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "fields",
-    (
-        [
-            {"target_modules": r".*layers\.[2-5]\..*q_proj"},
-            {"target_modules": ["layers.5.self_attn.q_proj", "layers.6.self_attn.q_proj"]},
-            {"target_modules": ["q_proj"], "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 32}},
-            {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.4.self_attn.v_proj"]},
-            {"target_modules": ["q_proj"], "modules_to_save": [r"layers\.4\.mlp"]},
-        ]
-    ),
+    [
+        {"target_modules": r".*layers\.[2-5]\..*q_proj"},
+        {"target_modules": ["layers.5.self_attn.q_proj", "layers.6.self_attn.q_proj"]},
+        {"target_modules": ["q_proj"], "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 32}},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.4.self_attn.v_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": [r"layers\.4\.mlp"]},
+    ],
     ids=str,
 )
 def test_adapters_that_name_blocks_by_number_are_made_of_all_of_them(fields: dict[str, Any]) -> None:
