@@ -228,6 +228,7 @@ def test_a_setting_of_a_trainer_that_cannot_be_is_refused_in_one_line(
     assert said in err
 
 
+@pytest.mark.thorough
 def test_a_step_on_each_of_several_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
     options = ["--step", "--precision", "none", "--seq", "8"]
@@ -326,6 +327,7 @@ WARNED_OF = [
 WARNED_STEPS = [(*case, ["--step", "--precision", "none", "--seq", "4"]) for case in WARNED_OF]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "options", "said", "step"),
     [*((*case, []) for case in WARNED_OF), *few(WARNED_STEPS, WARNED_STEPS[1:])],
@@ -376,6 +378,7 @@ def test_a_sequence_is_no_longer_than_positions_that_are_learned(
         assert said in err
 
 
+@pytest.mark.thorough
 def test_a_sequence_longer_than_the_model_is_made_for_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

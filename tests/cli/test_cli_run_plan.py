@@ -115,6 +115,7 @@ def test_a_script_is_planned_and_nothing_is_trained_or_written(
     assert transformers.Trainer.train.__qualname__ == "Trainer.train"
 
 
+@pytest.mark.thorough
 def test_the_step_is_the_one_of_the_models_preparation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_step_is_the_one_of_the_models_preparation(
     assert "loading, before the step: " in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_saved", few([False, True], [True]), ids=["quantized on loading", "saved quantized"])
 def test_what_is_loaded_gives_the_same_step(
     is_saved: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

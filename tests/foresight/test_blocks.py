@@ -129,6 +129,7 @@ def test_blocks_before_the_first_adapter_are_of_a_kind_of_their_own() -> None:
     assert figures(cut) == figures(all_)
 
 
+@pytest.mark.thorough
 def test_blocks_that_share_parameters_count_them_once() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 3], [1, 4]])
     cut, all_ = both(config("Llama", num_hidden_layers=4), lora=lora, optimizer="sgd", gradient_checkpointing=False)

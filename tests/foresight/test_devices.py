@@ -190,10 +190,12 @@ def test_what_no_engine_does_is_refused_in_one_line() -> None:
             predict_step(config, batch_size=1, seq_len=8, **options)
 
 
+@pytest.mark.thorough
 def test_what_fsdp2_stores_in_float32_is_predicted_as_stored() -> None:
     assert predicted("compute", engine="fsdp2").phases == predicted("full", engine="fsdp2").phases
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_search_is_for_the_step_on_each_device(engine: str) -> None:
     config = transformers.LlamaConfig(

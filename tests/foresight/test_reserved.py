@@ -56,6 +56,7 @@ MISTRAL = MistralConfig(
 )
 
 
+@pytest.mark.thorough
 def test_the_gibibyte_that_was_reported_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface/peft#3265: PEFT 0.18, which left the cache alone, and transformers 4.56, on a Jetson of 8 GB."""
     monkeypatch.setattr(loading, "COPIES_WHILE_QUANTIZED", 2)

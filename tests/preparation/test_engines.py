@@ -154,7 +154,7 @@ def live_on(rank: int, join: forks.Join, engine: str, precision: str, folder: Pa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("engine", "precision"), itertools.product(ENGINES, STORES_NOTHING))
+@pytest.mark.parametrize(("engine", "precision"), [*itertools.product(ENGINES, STORES_NOTHING)])
 def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(
     engine: str, precision: str, tmp_path: Path
 ) -> None:
