@@ -150,6 +150,7 @@ def heads() -> set[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", few(["all", TIED], [TIED]))
 def test_the_layers_to_quantize_are_those_that_transformers_chooses(names: str) -> None:
     wrong, built = {}, 0

@@ -106,6 +106,12 @@ def test_the_first_sentence_says_what_does_not_fit(capsys: pytest.CaptureFixture
     for budget, said in (("1KiB", "1.0 KiB: does not fit with none, norms.\n"), ("1GiB", "1.0 GiB: fits with none, ")):
         assert main(["plan", *arguments, "--budget", budget]) == (budget == "1KiB")
         assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.usefixtures("searched")
+def test_what_loading_takes_has_to_fit_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    arguments = [model, "--step", "--seq", "8", "--precision", "none"]
     loaded = run_json(capsys, *arguments)["steps"]["none"]["loading_bytes"]
     assert main(["plan", *arguments, "--budget", "1KiB"]) == 1
     said = f"Loading the model, before the step, takes {format_bytes(loaded)}. It has to fit as well."

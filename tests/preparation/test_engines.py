@@ -277,6 +277,7 @@ def stay_as_they_are(rank: int, join: forks.Join, engine: str, folder: Path) -> 
             step("llama", live)
 
 
+@pytest.mark.thorough
 def test_what_is_sharded_keeps_its_dtype_and_is_named_and_all_else_is_restored(tmp_path: Path) -> None:
     forks.run_ranks(stay_as_they_are, "fsdp2", tmp_path)
 
