@@ -245,6 +245,7 @@ def loaded() -> list[set[str]]:
     return [set(json.loads(line)) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.thorough
 def test_importing_loads_neither_torch_nor_any_library_of_the_field(loaded: list[set[str]]) -> None:
     package, _, names = loaded
     assert "kbitwrap" in package

@@ -174,6 +174,7 @@ def test_on_unified_memory_loading_has_to_fit_with_the_pages_of_the_files_that_i
     assert main(["plan", *arguments, f"{needed - 1 - PROCESS['resident_bytes']}B"]) == 0
 
 
+@pytest.mark.thorough
 def test_a_base_that_was_saved_quantized_is_planned_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(results[0], out.getvalue().splitlines(), before, process_state(), [*folder.glob("kbitwrap-demo-*")])
 
 
+@pytest.mark.thorough
 def test_each_answer_is_yes_and_fits_a_screen(shown: Run) -> None:
     assert list(shown.result["answers"].values()) == [True] * 5
     assert max(map(cell_len, shown.lines)) <= 80
@@ -73,6 +74,7 @@ def test_each_answer_is_yes_and_fits_a_screen(shown: Run) -> None:
     assert re.search(r"kbitwrap's export 0.00% a merge, on the trained weights", said)
 
 
+@pytest.mark.thorough
 def test_pefts_way_is_measured_beside_ours(shown: Run) -> None:
     sides = shown.result["sides"]
     # 256 rows of 256 in the embeddings and in the head, and five norms, in float32: twice two bytes.
@@ -89,6 +91,7 @@ def test_pefts_way_is_measured_beside_ours(shown: Run) -> None:
     assert export["kept"] == pytest.approx(1, abs=1e-3)  # it is rounded to bfloat16
 
 
+@pytest.mark.thorough
 def test_what_the_demonstration_needs_for_itself_it_leaves_as_it_found(shown: Run) -> None:
     assert shown.after == shown.before
     assert shown.files == []
@@ -184,6 +187,7 @@ def test_the_same_bytes_of_another_dtype_or_shape_are_noticed() -> None:
         assert demo.differences(before, demo.base_state({"module": module}))["bytes"] == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -26,7 +26,6 @@ from support.losing import TIMEOUT, export_until_killed, lose
 from support.memory import allocations, peak
 from support.merging import jitter
 from support.snapshot import Snapshot
-from support.thorough import few
 from support.training import step
 
 FORMS = ("half", "mixed", "quantized")
@@ -198,12 +197,10 @@ def merge_exactly(rank: int, join: forks.Join, cases: list[Case], folder: Path) 
             step(case.architecture, live, seed=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cases", "world_size"),
-    few(
-        [(FEW, 2), (MANY, 2), (MANY, 4), (OF_METHODS, 2), (OF_KINDS, 2), (OF_FSDP1, 2), (OF_FSDP1, 4)],
-        [(FEW, 2)],
-    ),
+    [(FEW, 2), (MANY, 2), (MANY, 4), (OF_METHODS, 2), (OF_KINDS, 2), (OF_FSDP1, 2), (OF_FSDP1, 4)],
     ids=["few", "fsdp2", "fsdp2-by-4", "methods", "kinds", "fsdp1", "fsdp1-by-4"],
 )
 def test_the_files_are_those_of_the_unsharded_merge(cases: list[Case], world_size: int, tmp_path: Path) -> None:
@@ -274,5 +271,6 @@ def hold_little(rank: int, join: forks.Join, folder: Path) -> None:
     assert 0 < peak(counted) <= (2 * tensor if rank == 0 else tensor)
 
 
+@pytest.mark.thorough
 def test_what_is_held_beside_the_shards_is_what_one_tensor_takes(tmp_path: Path) -> None:
     forks.run_ranks(hold_little, tmp_path)
