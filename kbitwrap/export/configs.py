@@ -91,7 +91,7 @@ def cached_path(source: Any, name: str) -> Path | None:
 def _fields_of(config: Any) -> _Fields:
     """Return the public fields of a config, as JSON has them."""
     fields = json.loads(json.dumps(config.to_dict(), default=str))
-    return {name: value for name, value in fields.items() if name[0] != "_"}
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
 
 
 def _read(live: Any, fields: _Fields) -> _Fields | None:
