@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import runpy
@@ -107,7 +106,9 @@ def command(
     if not os.path.isfile(script):
         raise InputError(f"cannot read the script {os.path.abspath(script)!r}")
     arguments, why = arguments or [], ""
-    if precision is None and _uses_fsdp(script, arguments):
+    text = Path(script).read_text("utf-8", errors="replace")
+    said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
+    if precision is None and _FSDP.search("\n".join(said)):
         precision, why = Precision.FULL, ", because the script uses FSDP"
     precision = precision or Precision.COMPUTE
     if not plan:
@@ -189,13 +190,6 @@ def _run(
     return EXIT_DONE
 
 
-def _uses_fsdp(script: str, arguments: list[str]) -> bool:
-    """Tell whether FSDP shards a script's model, by the launcher and by what the script and its arguments say."""
-    text = Path(script).read_text("utf-8", errors="replace")
-    said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
-    return _FSDP.search(" ".join(said)) is not None
-
-
 @contextlib.contextmanager
 def _watching(precision: Precision, why: str) -> Iterator[None]:
     """Let a script prepare by the drop-in, record the base beside each adapter that it saves, and tell of both.
@@ -226,7 +220,6 @@ def _watching(precision: Precision, why: str) -> Iterator[None]:
                 # now: rank 0 saves alone what FSDP shards
                 manifests[preparation] = Manifest.of(preparation)
 
-        @functools.wraps(save)
         def save_noting(model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
             save(model, folder, *args, **kwargs)
             for name in model.peft_config:
@@ -242,10 +235,12 @@ def _watching(precision: Precision, why: str) -> Iterator[None]:
                     say(f"no record beside {place}: {first_line(error)}")
 
         stack.enter_context(patched(precision))
-        noting = mock.patch.object(PeftPreparedModel, "apply_on_top", prepare_noting)
-        stack.enter_context(noting)
-        saving = mock.patch.object(peft.PeftModel, "save_pretrained", save_noting)
-        stack.enter_context(saving)
+        stack.enter_context(
+            mock.patch.object(PeftPreparedModel, "apply_on_top", prepare_noting)
+        )
+        stack.enter_context(
+            mock.patch.object(peft.PeftModel, "save_pretrained", save_noting)
+        )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(when_imported({"peft": patch}))

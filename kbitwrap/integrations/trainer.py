@@ -158,18 +158,16 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
         self._refuse_suspended(args, state, control, model)
         prepared = self._wrapper(model)
-        is_unprepared = _has_adapters(model) and not (self.prepared or prepared)
-        if prepared is not None or is_unprepared:
-            _refuse_sharded_integers(model)
-            if args.save_strategy != "no" or state.global_step:
-                _refuse_lost_adapters(model)
+        _refuse_sharded_integers(model)
+        if args.save_strategy != "no" or state.global_step:
+            _refuse_lost_adapters(model)
 
         # on all ranks, which read a sharded model together
         self._manifest = None
         if prepared is not None:
             _refuse_other_dtypes(prepared, model)
             self._manifest = prepared.manifest()
-        elif is_unprepared:
+        elif self.prepared is None and _has_adapters(model):
             if self._recorded is None or not _is_to_be_sharded():
                 self._recorded = Preparation.recording(model)
             self._manifest = Manifest.of(self._recorded)
