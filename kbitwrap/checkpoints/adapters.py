@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import StrPath
 from ..errors import ConfigError
 from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
@@ -30,6 +31,10 @@ _BY_RANK = "rank_major"  # PEFT's own: of each rank the columns of all experts
 _BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
 # one of a list of experts, as transformers had them before it put them in stacks
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+# an owner and a name: no adapter has a name alone, which may be a folder's
+_NAME_ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# what a Trainer saves beside an adapter in order to go on
+_OF_TRAINING = ["checkpoint-*/*", "*.pt", "*.pth", ".*"]
 _NO_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -79,11 +84,31 @@ class SavedAdapter:
         return {canonical_fqn(name) for name in self.tensors}
 
 
-def read_adapter(folder: Path) -> SavedAdapter:
-    """Read the headers of an adapter.
+def adapter_folder(adapter: StrPath) -> Path:
+    """Return the folder of an adapter, of one on the hub its snapshot, which is in the cache where there is no network.
+
+    Raise `ConfigError` where the hub is asked, and has none.
+    """
+    from huggingface_hub import snapshot_download
+
+    name = os.fspath(adapter)
+    if os.path.exists(name) or not _NAME_ON_HUB.fullmatch(name):
+        return Path(name)
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=_OF_TRAINING))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"there is no adapter in a folder {name!r}, and none of that name on the hub: {in_one_line(error)}"
+        ) from error
+
+
+def read_adapter(adapter: StrPath) -> SavedAdapter:
+    """Read the headers of an adapter in a folder or on the hub.
 
     Raise `ConfigError` where it is damaged, or says what PEFT does not know.
     """
+    folder = adapter_folder(adapter)
     file = adapter_file(folder)
     path = folder / "adapter_config.json"
     if file is None or not os.path.isfile(path):

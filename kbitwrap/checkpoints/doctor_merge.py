@@ -219,7 +219,7 @@ def measure(
         examination.add(_NAME, where, not_measured(_WHAT, lacking))
         return None
 
-    manifest = saved_manifest(Path(options.adapter))
+    manifest = saved_manifest(options.adapter)
     try:
         if isinstance(subject, LiveModel):
             merged = walk_merged(subject.tree.model)
@@ -255,7 +255,7 @@ def _measure(
     """
     options, where = subject.options, subject.where
     trust = options.trust_remote_code
-    saved = read_adapter(Path(options.adapter))
+    saved = read_adapter(options.adapter)
     quantization = find_quantization(
         options.base, options.quantization_config, manifest, saved, trust
     )

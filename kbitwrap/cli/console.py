@@ -26,9 +26,9 @@ EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 EXIT_BROKEN_PIPE = 141  # as it reports one that SIGPIPE ended
 
 QUANT_BY_CONFIG = (
-    "By the BitsAndBytesConfig of the training script, --quant is int8 for load_in_8bit=True; for load_in_4bit=True it "
-    "is fp4, or nf4 with bnb_4bit_quant_type='nf4'; with bnb_4bit_use_double_quant=True as well, fp4-double or "
-    "nf4-double. Without such a config it is none"
+    "By the BitsAndBytesConfig of the training script, nf4 is load_in_4bit=True with bnb_4bit_quant_type='nf4', fp4 is "
+    "load_in_4bit=True alone, nf4-double and fp4-double are these with bnb_4bit_use_double_quant=True, int8 is "
+    "load_in_8bit=True, and none is no such config"
 )
 _UNBOUNDED = 1_000_000  # columns
 # The arguments that the library's messages name, and the options in their place.

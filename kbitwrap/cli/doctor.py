@@ -67,7 +67,7 @@ _REMEDY = (
     "A preparation upcast these, and the model was saved before it was undone. To get the original dtypes back, with "
     "this command, or with --manifest M or --like ORIGINAL, which know each tensor's dtype:"
 )
-_RECORDED = {"created", "versions", "model", "config", "adapters", "plan"}
+_RECORDED = {"created", "versions", "model", "config", "adapters", "plan", "unknown"}
 
 
 def command(

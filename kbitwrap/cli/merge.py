@@ -15,6 +15,7 @@ from .console import (
     EXIT_DONE,
     InputError,
     checked_device,
+    first_line,
     say,
     with_options,
 )
@@ -54,8 +55,8 @@ def command(
         list[str],
         typer.Argument(
             metavar="[BASE] ADAPTER",
-            help="The folder of a saved adapter, and before it its base: a folder, or a name on the hub; if left out, "
-            "what the config of ADAPTER names.",
+            help="A saved adapter, and before it its base, each a folder or a name on the hub; without BASE, the one "
+            "that the config of ADAPTER names.",
         ),
     ],
     as_: Annotated[
@@ -97,6 +98,14 @@ def command(
             "written.",
         ),
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Upload what was written to this repository on the hub, such as me/merged, which is made if it is not "
+            "there.",
+        ),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
@@ -110,7 +119,7 @@ def command(
             f"expected [BASE] ADAPTER, or BASE alone with --no-adapter, found {' '.join(paths)}"
         )
     base: str | None = paths[0]
-    adapter = None if no_adapter else Path(paths[-1])
+    adapter = None if no_adapter else paths[-1]
     if adapter is not None and len(paths) == 1:
         base = None  # what the config of the adapter names
 
@@ -139,9 +148,28 @@ def command(
         return replace(report, notes=tuple(map(with_options, notes)))
 
     status = write(merge, f"merging {' and '.join(paths)}", json_, trust_remote_code)
-    if status == EXIT_DONE and adapter is not None and quant is not None:
+    if status != EXIT_DONE:
+        return status
+    if adapter is not None and quant is not None:
         # The card says who told the quantization.
         card = (out / "README.md").read_text(encoding="utf-8")
         if "no record confirms" in card:
             say(f"note: there is no record, so --quant {quant} was taken at its word")
+    if push_to_hub is not None:
+        _push(out, push_to_hub)
     return status
+
+
+def _push(folder: Path, name: str) -> None:
+    """Upload a merged model, into a repository that is made where there is none."""
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(name, exist_ok=True)
+        url = api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # of the network and of its libraries
+        raise InputError(
+            f"{folder} is written, and was not uploaded to {name!r}: {first_line(error)}"
+        ) from error
+    say(f"uploaded: {url}")

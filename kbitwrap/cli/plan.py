@@ -14,6 +14,7 @@ from ..config import format_bytes
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    QUANT_BY_CONFIG,
     InputError,
     Result,
     each_once,
@@ -26,7 +27,6 @@ from .tables import table
 from .trainers import TrainerName
 from .usage import (
     DEFAULT_QUANT,
-    KINDS_OF_QUANT,
     PRECISIONS,
     Budget,
     DeviceMemory,
@@ -87,8 +87,8 @@ def command(
         QuantKind | None,
         typer.Option(
             metavar="KIND",
-            help=f"Quantization: one of {KINDS_OF_QUANT}; {DEFAULT_QUANT}, if left out. A model that is quantized "
-            "already keeps its own; none dequantizes it, where transformers can.",
+            help=f"Quantization; {DEFAULT_QUANT}, if left out. {QUANT_BY_CONFIG}. A model that is quantized already "
+            "keeps its own; none dequantizes it, where transformers can.",
         ),
     ] = None,
     dtype: Annotated[

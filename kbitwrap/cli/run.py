@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import runpy
 import sys
-import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from unittest import mock
 
 import typer
 
-from .. import Precision
+from .. import KbitWrapError, Precision
 from ..foresight.imports import when_imported
+from ..reports import first_of
 from .console import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_NO,
     InputError,
+    first_line,
     say,
     show,
     working,
@@ -45,10 +49,8 @@ HELP = (
     "1 it does not, 2 it was not reached or cannot be predicted."
 )
 SETTINGS = {"allow_interspersed_args": False}
-_NOT_CALLED = (
-    "the script never called PEFT's prepare_model_for_kbit_training, so --precision changed nothing; TRL's trainers "
-    "are prepared by prepared_trainer, and a model by KbitPreparedModel"
-)
+# FSDP takes what "compute" puts in front of a weight for the weight.
+_FSDP = re.compile(r"fsdp|fully_shard", re.IGNORECASE)
 
 
 class _Stopped(BaseException):
@@ -67,8 +69,8 @@ def command(
         Precision | None,
         typer.Option(
             metavar="PRECISION",
-            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none; full, if "
-            "left out.",
+            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none. If left "
+            "out, compute, which gives PEFT's numbers without its memory, and full where SCRIPT uses FSDP.",
         ),
     ] = None,
     plan: Annotated[
@@ -105,8 +107,16 @@ def command(
     if of_plan and not plan:
         raise InputError(f"{of_plan[0]} is for --plan")
     limit = budget_of(budget, device_memory, unified)
+    if not os.path.isfile(script):
+        raise InputError(f"cannot read the script {os.path.abspath(script)!r}")
+    arguments, why = arguments or [], ""
+    text = Path(script).read_text("utf-8", errors="replace")
+    said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
+    if precision is None and _FSDP.search("\n".join(said)):
+        precision, why = Precision.FULL, ", because the script uses FSDP"
+    precision = precision or Precision.COMPUTE
     if not plan:
-        return _run(script, arguments, _patched_when_imported(precision))
+        return _run(script, arguments, _watching(precision, why))
 
     from .. import instead_of_training
 
@@ -116,9 +126,7 @@ def command(
         trainers.append((trainer, settings))
         raise _Stopped
 
-    stopping = instead_of_training(
-        stop, precision=precision or Precision.FULL, loads=load
-    )
+    stopping = instead_of_training(stop, precision=precision, loads=load)
     with contextlib.suppress(_Stopped, SystemExit):
         if _run(script, arguments, stopping) == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
@@ -164,15 +172,13 @@ def _tell_step(
 
 def _run(
     script: str,
-    arguments: list[str] | None,
+    arguments: list[str],
     changed: contextlib.AbstractContextManager[None],
 ) -> int:
     """Run a script as ``__main__``, with libraries changed."""
     path = os.path.abspath(script)
-    if not os.path.isfile(path):
-        raise InputError(f"cannot read the script {path!r}")
     folder = os.path.dirname(os.path.realpath(path))
-    argv = [script, *(arguments or [])]
+    argv = [script, *arguments]
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(sys, "path", [folder, *sys.path[1:]]),
@@ -194,33 +200,67 @@ def _run(
 
 
 @contextlib.contextmanager
-def _patched_when_imported(precision: Precision | None) -> Iterator[None]:
-    """Patch PEFT once it is imported, and not before: a script may set what torch and others read at their import.
+def _watching(precision: Precision, why: str) -> Iterator[None]:
+    """Let a script prepare by the drop-in, record the base beside each adapter that it saves, and tell of both.
 
-    A script for which a precision was asked for, and that never called PEFT's function, is told so in the end.
+    PEFT is patched once it is imported, and not before: a script may set what torch and others read at their import.
+
+    Args:
+        precision: What the drop-in prepares with.
+        why: Why that was chosen, for the line at the end, or nothing.
     """
-    was_called = False
+    prepared: list[str] = []  # the class of the model, for each call
+    recorded: dict[str, None] = {}  # the folders of adapters
+    manifests: Any = weakref.WeakKeyDictionary()  # by preparations
+
+    def patch(peft: Any) -> None:
+        from .. import Manifest, patched
+        from ..preparation.preparation import Preparation
+        from ..prepared import PeftPreparedModel
+
+        prepare = PeftPreparedModel.apply_on_top
+        save = peft.PeftModel.save_pretrained
+
+        def prepare_noting(model: Any, *args: Any) -> None:
+            prepare(model, *args)
+            prepared.append(type(model).__name__)
+            preparation = Preparation.recording(model)
+            with contextlib.suppress(KbitWrapError):  # a save says why
+                # now: rank 0 saves alone what FSDP shards
+                manifests[preparation] = Manifest.of(preparation)
+
+        def save_noting(model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+            save(model, folder, *args, **kwargs)
+            for name in model.peft_config:
+                place = Path(folder, "" if name == "default" else name)
+                if not (place / "adapter_config.json").is_file():
+                    continue  # not saved, or by another process
+                try:
+                    preparation = Preparation.recording(model)
+                    manifest = manifests.get(preparation) or Manifest.of(preparation)
+                    manifest.save(place / "kbitwrap.json")
+                    recorded[str(place)] = None
+                except (KbitWrapError, OSError) as error:
+                    say(f"no record beside {place}: {first_line(error)}")
+
+        stack.enter_context(patched(precision))
+        stack.enter_context(
+            mock.patch.object(PeftPreparedModel, "apply_on_top", prepare_noting)
+        )
+        stack.enter_context(
+            mock.patch.object(peft.PeftModel, "save_pretrained", save_noting)
+        )
+
     with contextlib.ExitStack() as stack:
-
-        def patch(_: types.ModuleType) -> None:
-            from .. import patched
-            from ..prepared import PeftPreparedModel
-
-            prepare = PeftPreparedModel.apply_on_top
-
-            def noting(*args: Any) -> Any:
-                nonlocal was_called
-                was_called = True
-                return prepare(*args)
-
-            stack.enter_context(patched(precision or Precision.FULL))
-            stack.enter_context(
-                mock.patch.object(PeftPreparedModel, "apply_on_top", noting)
-            )
-
         stack.enter_context(when_imported({"peft": patch}))
         try:
             yield
         finally:
-            if precision and not was_called:
-                say(_NOT_CALLED)
+            told = "PEFT's function was not called: nothing was prepared"
+            if prepared:
+                models = " and ".join(dict.fromkeys(prepared))
+                times = "once" if len(prepared) == 1 else f"{len(prepared)} times"
+                told = f"PEFT's function was called {times}: {models} prepared with {precision}{why}"
+            saved = first_of([*recorded]) or "none"
+            if os.environ.get("RANK", "0") == "0":
+                say(f"{told}; adapters saved, with kbitwrap.json: {saved}")

@@ -10,7 +10,7 @@ import typer
 
 from .. import ConfigError, Precision, QuantKind
 from ..config import parse_bytes
-from .console import InputError, printable
+from .console import QUANT_BY_CONFIG, InputError, printable
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -18,10 +18,6 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 PRECISIONS = tuple(Precision)
 DEFAULT_QUANT = QuantKind.NF4
 HalfDtype = Literal["bfloat16", "float16"]
-KINDS_OF_QUANT = (
-    f"{', '.join(QuantKind)}. nf4 and fp4 are without double quantization, nf4-double and fp4-double with it; "
-    "load_in_4bit=True alone makes fp4"
-)
 
 
 def num_bytes(text: str | int) -> int:
@@ -39,8 +35,8 @@ QuantInTraining = Annotated[
     QuantKind | None,
     typer.Option(
         metavar="KIND",
-        help="How BASE was quantized in training, where neither its config nor a manifest says it: one of "
-        f"{KINDS_OF_QUANT}. Other settings than in training give other weights.",
+        help="How BASE was quantized in training, where neither its config nor a manifest says it. "
+        f"{QUANT_BY_CONFIG}. Other settings than in training give other weights.",
     ),
 ]
 DtypeOfBase = Annotated[

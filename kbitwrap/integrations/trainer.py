@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from kbitwrap import (
     ConfigError,
     KbitPreparedModel,
+    KbitWrapError,
     LifecycleState,
     Manifest,
     ManifestDiff,
@@ -34,10 +35,15 @@ from kbitwrap import (
     prepared_of,
 )
 
+from ..checkpoints.merge import merge_live
+from ..config import StrPath
+from ..export.forms import MergeForm
+from ..manifest.manifest import MANIFEST_NAME
 from ..model.tree import ModelTree
 from ..model.wrappers import is_sharded_tensor
 from ..preparation.casts import Casts
-from ..reports import first_of
+from ..preparation.preparation import Preparation
+from ..reports import first_of, in_one_line
 from .lost_updates import LostUpdates
 
 _Model = Any  # a module, or ``None``
@@ -45,37 +51,52 @@ _OF_FSDP1 = "_fsdp_wrapped_module."
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
-    """Records the preparation in every checkpoint, and refuses to resume on another one.
+    """Records the base that is trained in every checkpoint, and refuses to resume on another one.
 
-    Each checkpoint folder gets the manifest, written by the processes that save. The
-    manifest's essence (the settings, the model, one digest over all tensors) is also
-    written into the checkpoint's ``trainer_state.json``, and a resumed training is
-    compared with it: a callback is given the state, and not the folder. The base is
-    digested once, when training begins.
+    It is for any ``Trainer`` whose model has adapters, TRL's included, and changes
+    nothing of its training. What ``KbitPreparedModel`` or the drop-in prepared is
+    recorded with its preparation; of any other model the base is recorded as it was
+    loaded, and as not prepared, also where PEFT's own function cast it.
 
-    The model that is trained is adopted when the ``Trainer`` is made: its adapters are
+    Each checkpoint folder gets the manifest, and in the end the output folder, written
+    by the processes that save. The manifest's essence (the settings, the model, one
+    digest over all tensors) is also written into the checkpoint's
+    ``trainer_state.json``, and a resumed training is compared with it: a callback is
+    given the state, and not the folder. The base is digested once, when training begins.
+
+    A prepared model is adopted when the ``Trainer`` is made: its adapters are
     in ``adapter_dtype``, and under ``"adapted"`` the norms of adapted blocks compute in
     float32, from then on; ``restore`` removes what accelerate sets on the
     ``PeftModel``. A callback that is added to a ``Trainer`` later is too late for that:
-    ``adopt`` the model before.
+    ``adopt`` the model before. It is too late, too, for a model that is not prepared and
+    that accelerate shards.
 
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the
-            model.
+            model, which may have none.
         manifest_name: The name of the manifest's file in a checkpoint folder.
         count_lost_updates: Whether to log, as ``"lost_updates"``, which share of the
             updates since the last log left the value as it was (`LostUpdates`). The log
             history and the callbacks after this one get it; trackers of ``report_to``
             are before it, and do not.
+        merge_to: The folder to write the merged model to when training ends, with the
+            tokenizer or processor and a model card; a checkpoint that is there is
+            replaced. What ``load_best_model_at_end`` loads is merged. A merge that is
+            refused is a warning: the trained adapter is there to be saved. ``None`` for
+            no merge.
+        merge_as: The form of the merged model, as for ``KbitPreparedModel.export``.
 
     Raises:
-        StateError: When training begins: the model is not prepared, not prepared by
-            ``prepared``, or suspended; or an adapter is not in ``adapter_dtype``,
+        ConfigError: There is no form ``merge_as``.
+        StateError: When training begins: the model has no adapters and is not prepared,
+            is not prepared by ``prepared``, or is suspended; or an adapter is not in ``adapter_dtype``,
             because it was made or loaded after the model was adopted. When a step
             begins, and when training ends: the model is suspended.
         UnsupportedModelError: When training begins: accelerate's FSDP sharded 4-bit
             weights that are stored as integers; or checkpoints are saved or resumed, and
-            PEFT does not find the adapters in what FSDP1 wrapped.
+            PEFT does not find the adapters in what FSDP1 wrapped; or the base cannot be
+            recorded, because the callback was added after the trainer was made, and FSDP
+            has sharded it since.
         ManifestMismatchError: When training begins: the checkpoint to resume from was
             trained on another base, or on one that was prepared differently. No step
             was taken.
@@ -83,7 +104,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     Example:
         >>> from kbitwrap.integrations import KbitTrainerCallback
-        >>> callback = KbitTrainerCallback()  # for Trainer(..., callbacks=[callback])
+        >>> callback = KbitTrainerCallback()  # for trainer.add_callback(callback)
         >>> callback.manifest_name
         'kbitwrap.json'
     """
@@ -92,14 +113,20 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self,
         prepared: KbitPreparedModel | None = None,
         *,
-        manifest_name: str = "kbitwrap.json",
+        manifest_name: str = MANIFEST_NAME,
         count_lost_updates: bool = False,
+        merge_to: StrPath | None = None,
+        merge_as: str = "half",
     ) -> None:
         self.prepared = prepared
         self.manifest_name = manifest_name
         self.count_lost_updates = count_lost_updates
+        self.merge_to = merge_to
+        self.form = MergeForm(merge_as)
         self._lost_updates = LostUpdates()
         self._manifest: Manifest | None = None
+        # of a model that nothing prepared
+        self._recorded: Preparation | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
@@ -107,14 +134,18 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         args = {
             "manifest_name": self.manifest_name,
             "count_lost_updates": self.count_lost_updates,
+            "merge_to": self.merge_to and str(self.merge_to),
+            "merge_as": self.form.merge_as,
         }
         return {"args": args, "attributes": {}, "preparation": essence}
 
     def on_init_end(self, *args: Any, model: _Model = None, **kwargs: Any) -> None:
-        """Adopt the model that was made from the prepared one."""
+        """Adopt the model that was made from the prepared one, or record one that accelerate is to shard."""
         prepared = self._wrapper(model)
         if prepared is not None and _has_adapters(model):
             prepared.adopt(model)
+        elif prepared is None and _is_to_be_sharded():
+            self._recorded = Preparation.recording(model)
 
     def on_train_begin(
         self,
@@ -125,24 +156,29 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
+        self._refuse_suspended(args, state, control, model)
         prepared = self._wrapper(model)
-        if prepared is not None:
-            self._refuse_suspended(args, state, control, model)
-            _refuse_sharded_integers(model)
-            if args.save_strategy != "no" or state.global_step:
-                _refuse_lost_adapters(model)
-            _refuse_other_dtypes(prepared, model)
+        _refuse_sharded_integers(model)
+        if args.save_strategy != "no" or state.global_step:
+            _refuse_lost_adapters(model)
 
         # on all ranks, which read a sharded model together
-        self._manifest = None if prepared is None else prepared.manifest()
+        self._manifest = None
+        if prepared is not None:
+            _refuse_other_dtypes(prepared, model)
+            self._manifest = prepared.manifest()
+        elif self.prepared is None and _has_adapters(model):
+            if self._recorded is None or not _is_to_be_sharded():
+                self._recorded = Preparation.recording(model)
+            self._manifest = Manifest.of(self._recorded)
         # Training is resumed: what is wrong with that is said first.
         if state.global_step:
             self._compare(state)
-        if prepared is None:
+        if self._manifest is None:
             raise StateError(
-                f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} is not "
-                "prepared, is not the given wrapper's model, or was restored: train inside "
-                "`with KbitPreparedModel(model) as prepared`, or after prepare()",
+                f"KbitTrainerCallback expects a Trainer whose model has adapters or is prepared; this "
+                f"{type(model).__name__} is not prepared, is not the given wrapper's model, or was restored: make the "
+                "adapters first, or train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
                 expected=(LifecycleState.PREPARED,),
             )
 
@@ -163,7 +199,43 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.PREPARED,),
             )
 
-    on_step_begin = on_train_end = _refuse_suspended
+    on_step_begin = _refuse_suspended
+
+    def on_train_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: _Model = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the manifest into the output folder, and the merged model."""
+        self._refuse_suspended(args, state, control, model)
+        if self._manifest is None:
+            return
+        folder = Path(args.output_dir or ".").resolve()
+        if args.should_save:
+            self._manifest.save(folder / self.manifest_name)
+        # of what is sharded, all ranks gather the parts
+        merges = args.should_save or any(map(is_sharded_tensor, model.parameters()))
+        if merges and self.merge_to is not None:
+            try:
+                merge_live(
+                    model,
+                    Preparation.tree_of(model)[1] or self._recorded,
+                    self._manifest,
+                    self.merge_to,
+                    form=self.form,
+                    name=folder.name,
+                    processing_class=processing_class,
+                )
+            except (KbitWrapError, OSError) as error:
+                warnings.warn(
+                    f"the model was trained, and not merged: {in_one_line(error)}; nothing was written to "
+                    f"{self.merge_to}. Save the adapter, which 'kbitwrap merge' merges",
+                    stacklevel=2,
+                )
 
     def on_pre_optimizer_step(
         self, *args: Any, optimizer: Any = None, **kwargs: Any
@@ -252,10 +324,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         if not found:
             return
         raise ManifestMismatchError(
-            f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
-            f"{found.summary()}. No step was taken. Load that base again and prepare it with "
-            f"KbitPreparedModel.from_manifest(model, manifest), with the checkpoint's {self.manifest_name}, "
-            "whose diff(prepared.manifest()) names each tensor, or train without resuming",
+            f"the checkpoint of step {state.global_step} was trained on another base, or on one that was prepared "
+            f"differently; {found.summary()}. No step was taken. Load that base again and prepare it with "
+            f"KbitPreparedModel.from_manifest(model, manifest), with the checkpoint's {self.manifest_name}, whose "
+            "diff(prepared.manifest()) names each tensor, or not at all where that says 'not prepared'; or train "
+            "without resuming",
             **vars(found),
         )
 
@@ -385,6 +458,12 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         yield prepared
 
 
+def _is_to_be_sharded() -> bool:
+    """Return whether accelerate shards, or sharded, the model of a trainer by FSDP."""
+    state = sys.modules["accelerate.state"].AcceleratorState
+    return "FSDP" in str(state._shared_state.get("distributed_type"))
+
+
 def _refuse_sharded_integers(model: nn.Module) -> None:
     """Raise where accelerate sharded 4-bit weights that are stored as integers.
 
@@ -392,8 +471,7 @@ def _refuse_sharded_integers(model: nn.Module) -> None:
     gradients that are not numbers:
     https://github.com/huggingface/accelerate/issues/3983.
     """
-    state = sys.modules["accelerate.state"].AcceleratorState
-    if "FSDP" not in str(state._shared_state.get("distributed_type")):
+    if not _is_to_be_sharded():
         return
     for fqn, parameter in model.named_parameters():
         if is_sharded_tensor(parameter) and not parameter.is_floating_point():

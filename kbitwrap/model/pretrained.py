@@ -299,6 +299,7 @@ def _reason(error: BaseException) -> str:
 
 def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     """Read a config; a config object is copied, for it is written to later."""
+    from huggingface_hub import constants, snapshot_download
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(name_or_path, PretrainedConfig):
@@ -322,6 +323,9 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
 
     content: Any = {}
     try:
+        if not (os.path.exists(path) or constants.HF_HUB_OFFLINE):
+            # transformers would try for half a minute where there is no network
+            snapshot_download(name, allow_patterns="config.json")
         content, _ = PretrainedConfig.get_config_dict(name)
         _refuse_countless(content)
         # Without `trust_remote_code=False` it would ask, on the terminal, whether to

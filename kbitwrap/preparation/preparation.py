@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -12,6 +13,7 @@ from typing import cast
 
 from torch import nn
 
+from ..config import Precision, PrepareConfig
 from ..edits.base import Edit, OriginalSlot
 from ..edits.flags import hold, warn_of_saving
 from ..edits.journal import Call, Journal, TrainedPolicy, Undoing
@@ -19,10 +21,16 @@ from ..edits.kept import lay_as_stored
 from ..edits.storage import Copy, ParameterStorage
 from ..edits.training import AcceleratePreparation, follow_train_mode
 from ..errors import ConfigError, RestoreError, StateError, UnsupportedModelError
-from ..model.checks import refuse_flat, refuse_sharded_since, tree_of
+from ..model.checks import (
+    refuse_flat,
+    refuse_sharded_since,
+    refuse_unreadable,
+    tree_of,
+)
+from ..model.pretrained import meta_model
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, only_reading
-from ..model.wrappers import is_sharded_tensor
+from ..model.wrappers import is_sharded_tensor, unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from ..tensors.devices import random_state
 from . import advice
@@ -34,7 +42,7 @@ from .comparison import (
     diff,
     others_in,
 )
-from .copies import copies_of, upcast_copies
+from .copies import casts_by_others, copies_of, upcast_copies
 from .finding import find_again
 from .fingerprints import is_changed
 from .plan import Plan, edits_of_adapters
@@ -72,6 +80,28 @@ class Preparation:
         self.plans: list[Plan] = []
         # The findings of restores that failed, for the next one to report.
         self._undone = Undoing()
+
+    @classmethod
+    def recording(cls, model: nn.Module) -> Preparation:
+        """Return the preparation that holds a model, or else one of nothing, which changes nothing and is not found.
+
+        What PEFT's own function cast to float32 counts as what it was cast from.
+        """
+        tree, found = cls.tree_of(model)
+        if found is not None:
+            return found
+
+        remedy = "Record it before it is sharded: give a callback to the trainer when that is made"
+        refuse_unreadable(tree, allow_sharded=False, remedy=remedy)
+        with contextlib.suppress(ConfigError):  # the model is none of transformers
+            meta = meta_model(getattr(unwrap(model)[0], "config", None))
+            for tensor, dtype in casts_by_others(tree, meta):
+                tree.record(tensor).dtype = dtype
+        preparation = cls(model)
+        preparation.before, preparation.after = Original(tree), ModelState(tree)
+        config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
+        preparation.plans = [Plan(config, None, (), {}, 0, 0, 0, 0)]
+        return preparation
 
     @property
     def plan(self) -> Plan:
