@@ -44,8 +44,8 @@ PICTURE = DOCS / "pictures" / "merges.svg"
 class Training:
     """How an adapter is trained: at most this part of each weight is its delta, and each has a seed of its own.
 
-    The steps are times the subject's own. One that is chosen is merged in all ways, the others by ours in 4 bits and by
-    PEFT's.
+    The steps are times the subject's own. One that is chosen is merged in all ways, the others by ours in 4 bits, by
+    PEFT's, and onto the 16-bit weights.
     """
 
     most: float
@@ -165,12 +165,13 @@ def measure(make: Callable[..., Subject], some: Sequence[str], folder: Path) -> 
     """
     subject = make()
     bench = Bench(subject, folder)
+    in_16_bits = bench.loss(subject.predictions(subject.load(bench.base)))
     adapters = []
     measured = {}
     for training in TRAININGS:
         figures = bench.train(training)
         print(type(subject).__name__, figures, flush=True)
-        ways = (HALF, QUANTIZED, PEFTS, RELOAD, AGAIN) if training.is_chosen else (QUANTIZED, PEFTS)
+        ways = (HALF, QUANTIZED, PEFTS, RELOAD, AGAIN) if training.is_chosen else (QUANTIZED, PEFTS, RELOAD)
         merges = {}
         for way in ways:
             merges[way] = bench.measure_seeds(way)
@@ -182,7 +183,8 @@ def measure(make: Callable[..., Subject], some: Sequence[str], folder: Path) -> 
     bench.subject = make(targets=some)
     figures = bench.train(SHORT)
     partly = {**figures, "merges": {way: [bench.measure(way)] for way in (HALF, MIXED)}}
-    return {"base_loss": bench.loss(bench.before), "adapters": adapters, "partly": partly, "weights": measured}
+    base_losses = {"base_loss": bench.loss(bench.before), "base_loss_in_16_bits": in_16_bits}
+    return {**base_losses, "adapters": adapters, "partly": partly, "weights": measured}
 
 
 def measure_formats(make: Callable[..., Subject], folder: Path) -> dict[str, Any]:
