@@ -289,16 +289,32 @@ def choice_table(result: dict[str, Any]) -> str:
 
 def delta_table(result: dict[str, Any]) -> str:
     """The table of adapters of several sizes."""
-    titles = ("delta", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left")
-    rows = [["", *titles]]
+    ways = {QUANTIZED: "`quantized`", PEFTS: "PEFT's", RELOAD: "16-bit base"}
+    titles = [title for name in ways.values() for title in (f"{name} keeps", "KL left")]
+    rows = [["", "delta", "gain", *titles]]
     for subject in SUBJECTS:
         for adapter in result[subject]["adapters"]:
             gain = result[subject]["base_loss"] - adapter["loss"]
-            ours, theirs = (kept_and_left([adapter], way) for way in (QUANTIZED, PEFTS))
-            cells = [*ours, *theirs]
-            if gain < 0:
-                cells[0], cells[2] = ("refused" if cell == "refused" else "-" for cell in (cells[0], cells[2]))
+            cells = []
+            for way in ways:
+                kept, left = kept_and_left([adapter], way)
+                cells += [kept if gain > 0 or kept == "refused" else "-", left]
             rows.append([subject, percent(adapter["delta"]), f"{gain:+.4f}", *cells])
+    return markdown_table(rows)
+
+
+def reload_table(result: dict[str, Any]) -> str:
+    """The table of what speaks for the base's 16-bit weights, and against them, over all sizes of delta."""
+    titles = ("quantization costs the base", "gain kept, worst and best", "KL left, best and worst")
+    rows = [["merged onto the 16-bit weights", *titles]]
+    for subject in SUBJECTS:
+        found = result[subject]
+        gaining = [one for one in found["adapters"] if one["loss"] < found["base_loss"]]
+        kept = [one["gain"] for adapter in gaining for one in adapter["merges"][RELOAD]]
+        left = divergences_left(gaining, RELOAD)
+        cost = found["base_loss"] - found["base_loss_in_16_bits"]
+        spans = [f"{percent(min(values))} to {percent(max(values))}" for values in (kept, left)]
+        rows.append([subject, f"{cost:+.4f} of loss", *spans])
     return markdown_table(rows)
 
 
@@ -356,6 +372,7 @@ def show(result: dict[str, Any]) -> None:
     style.draw(draw, PICTURE, result)
     replace_section(MERGE_PAGE, "merges", choice_table(result))
     replace_section(MERGE_PAGE, "deltas", delta_table(result))
+    replace_section(MERGE_PAGE, "16 bits", reload_table(result))
     replace_section(MERGE_PAGE, "formats", format_table(result))
     replace_section(MEASURE_PAGE, "merges", weights_table(result))
 
