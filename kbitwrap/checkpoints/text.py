@@ -10,7 +10,6 @@ import gc
 import json
 import math
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +24,13 @@ from ..config import StrPath
 from ..errors import ConfigError, ExportError
 from ..export.forms import FORMS, HALF, MIXED, QUANTIZED
 from ..export.merge import NO_GAIN
-from ..model.pretrained import load_pretrained, meta_model, read_config
+from ..model.pretrained import load_pretrained
 from ..model.quantization import is_quantized_layer
 from ..preparation.process import empty_cache, plain_mode
 from ..reports import Report, in_one_line, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
-from .base import load_adapted, load_base, named_base
+from .base import load_adapted, named_base
 from .base_quantization import OF_BASE, UNQUANTIZED, find_quantization
 from .measure import ORIGINAL
 from .merge import merge_checkpoint
@@ -40,7 +39,7 @@ from .reader import load_manifest, saved_manifest
 _ADAPTER, _MERGED, _BASE = "adapter", "merged", "base"
 _SMALLEST_FIRST = (QUANTIZED, MIXED, HALF, ORIGINAL)
 _MOST = 512  # tokens of a text
-_CHARACTERS = 4  # of plain text that are taken for a token
+_CHARACTERS = 2048  # of a piece of plain text
 _MOST_KEPT = 1024  # tokens whose log-probabilities are kept at each place
 _NOTHING = 1e-12  # the least probability that all others have together
 _ERRORS = 2  # standard errors within which two figures are not told apart
@@ -97,7 +96,7 @@ class MergeComparison(Report):
         recommended: The merge to take: the one that keeps most of the gain, or the
             smallest of those whose losses are within two standard errors of it, each
             compared with it text by text; of two of a size the one on the base that was
-            trained. Where the adapter gains nothing on the texts, the divergence decides.
+            trained.
         reason: Why it is that one.
         notes: Why other forms were not measured.
     """
@@ -141,14 +140,14 @@ def compare_merges(
     Args:
         adapter: The folder that PEFT saved the adapter in.
         texts: A file: JSON lines that have ``text`` or ``messages`` (``.jsonl``), or else
-            plain text, which is cut into pieces of four characters a token. Or the texts, as
+            plain text, which is cut into pieces of 2,048 characters. Or the texts, as
             strings or such rows. Each is cut after 512 tokens.
         base: The base, as for `merge_checkpoint`.
         forms: The merges: ``"half"``, ``"mixed"`` and ``"quantized"``, as for
             `merge_checkpoint`; ``"original"``, PEFT's merge onto the base's own 16-bit
             weights; and folders that any tool merged. The tokenizer is that of such a
             folder, or else the adapter's, or the base's.
-        samples: The most texts that are taken, evenly spread.
+        samples: The most texts that are taken, from the beginning.
         progress: A function that is called with the model that is measured, the number of
             its texts, and of all.
         **merging: ``manifest``, ``quantization_config``, ``dtype``, ``seed``, ``device``
@@ -175,41 +174,34 @@ def compare_merges(
     record = saved_manifest(saved.folder)
     if merging.get("manifest"):
         record = load_manifest(merging["manifest"])
+    given, dtype = merging.get("quantization_config"), merging.get("dtype")
     device = merging.get("device") or accelerator_type() or "cpu"
     trust = merging.get("trust_remote_code", False)
-    dtype = merging.get("dtype")
-    given = merging.get("quantization_config")
     quantization = find_quantization(base, given, record, saved, trust)
-    run = (saved, record, quantization, dtype, device, trust)
     folders = [form for form in forms if form not in _SMALLEST_FIRST]
     rows = _tokenize(texts, samples, [*folders, adapter, base], trust)
 
-    def load(name: Any, merged: Path) -> Any:
-        if name == _ADAPTER:
-            trained, model = load_adapted(base, *run, may_be_pending=False)
-            trained.finish_check()
-            return model
-        if name == _BASE:
-            trained = load_base(base, *run)
-            for fqn in trained.unknown:  # rows that only the adapter holds
-                trained.model.get_parameter(fqn).data.nan_to_num_()
-            return trained.model
-        if name == ORIGINAL:
-            if quantization.source == OF_BASE:
-                raise ConfigError("the base was saved quantized: its own are not here")
-            own = dtype or (record and record.model.dtype)
-            plain = (saved, None, UNQUANTIZED, own, device, trust)
-            adapted: Any = load_adapted(base, *plain, may_be_pending=False)[1]
-            return adapted.merge_and_unload()
-        if name in FORMS:
-            options = {**merging, "merge_as": name, "overwrite": True}
+    def load(form: str, merged: str) -> Any:
+        if form in FORMS:
+            options = {**merging, "merge_as": form, "overwrite": True}
             if NO_GAIN in merge_checkpoint(base, adapter, merged, **options).notes:
                 raise ExportError(NO_GAIN)
-            name = merged
-        return load_pretrained(name, None, None, device, None, trust)[0]
+            form = merged
+        if form not in (_ADAPTER, ORIGINAL):
+            return load_pretrained(form, None, None, device, None, trust)[0]
+        run: Any = (record, quantization, dtype)
+        if form == ORIGINAL:
+            if quantization.source == OF_BASE:
+                raise ConfigError("the base was saved quantized: its own are not here")
+            run = (None, UNQUANTIZED, dtype or (record and record.model.dtype))
+        options = {"may_be_pending": False}
+        model: Any
+        trained, model = load_adapted(base, saved, *run, device, trust, **options)
+        trained.finish_check()
+        return model if form == _ADAPTER else model.merge_and_unload()
 
     measured: dict[str, Tensor] = {}
-    notes: list[str] = []
+    notes = []
     with (
         plain_mode(),
         warnings.catch_warnings(),
@@ -217,63 +209,50 @@ def compare_merges(
         tempfile.TemporaryDirectory(prefix="kbitwrap-") as place,
     ):
         warnings.simplefilter("ignore", UserWarning)  # the report's notes have them
-        if len(folders) < len(forms):
-            config = read_config(base, trust)
-            config.quantization_config = None
-            model: Any = meta_model(config)
-            num_bytes = 2 * model.num_parameters()
-            if num_bytes > shutil.disk_usage(place).free:
-                raise ExportError(
-                    f"a merge takes {num_bytes:,} bytes for a while, and {place!r} has no room for them: name another "
-                    "folder in TMPDIR"
-                )
-        for name in (_ADAPTER, _BASE, *(os.fspath(form) for form in forms)):
+        for form in (_ADAPTER, *map(str, forms)):
             try:
-                model = load(name, Path(place, _MERGED))
-                measured[name] = _predict(model, name, rows, place, progress)
-            except (ConfigError, ExportError, torch.OutOfMemoryError) as error:
-                if name not in _SMALLEST_FIRST:
+                model = load(form, os.path.join(place, _MERGED))
+                measured[form] = _predict(model, form, rows, place, progress)
+                if form == _ADAPTER:
+                    with model.disable_adapter():
+                        plain = _predict(model, _BASE, rows, place, progress)
+            except (ConfigError, ExportError, OSError, torch.OutOfMemoryError) as error:
+                if form not in _SMALLEST_FIRST:
                     raise
-                notes.append(f"{name} is not measured: {in_one_line(error)}")
+                notes.append(f"{form} is not measured: {in_one_line(error)}")
             model = None
             gc.collect()  # models are cycles of references
             empty_cache()
 
-    adapted, plain = measured.pop(_ADAPTER), measured.pop(_BASE)
+    adapted = measured.pop(_ADAPTER)
     if not measured:
         raise ExportError(f"nothing can be merged: {'; '.join(notes)}")
-    merges = {name: _compare(one, adapted, plain) for name, one in measured.items()}
-    taken, reason = _recommend(measured, plain[0] - adapted[0])
-    return MergeComparison(merges, taken, reason, tuple(notes))
+    merges = {form: _compare(one, adapted, plain) for form, one in measured.items()}
+    losses = {form: one[0] for form, one in measured.items()}
+    return MergeComparison(merges, *_recommend(losses), tuple(notes))
 
 
 def _tokenize(
     texts: Any, samples: int, places: Sequence[StrPath], trust_remote_code: bool
 ) -> list[Tensor]:
-    """Read the texts that are taken, and return the tokens of each; the base is the last of the places."""
+    """Return the tokens of the texts that are taken, by the tokenizer of the first of the places that has one."""
     from transformers import AutoTokenizer
 
-    *folders, place = places
-    config = read_config(place, trust_remote_code).get_text_config(decoder=True)
-    length = min(getattr(config, "max_position_embeddings", _MOST), _MOST)
-    for folder in reversed(folders):
-        if os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
-            place = folder
-
+    for place in places:
+        if os.path.isfile(os.path.join(place, "tokenizer_config.json")):
+            break
     rows = []
     try:
         if isinstance(texts, (str, os.PathLike)):
-            path = Path(texts)
-            content = path.read_text(encoding="utf-8")
-            size = _CHARACTERS * length
-            starts = range(0, len(content), size)
-            texts = [content[start : start + size] for start in starts]
-            if path.suffix == ".jsonl":
-                texts = [*map(json.loads, content.splitlines())]
+            content = Path(texts).read_text(encoding="utf-8")
+            starts = range(0, len(content), _CHARACTERS)
+            pieces = [content[start : start + _CHARACTERS] for start in starts]
+            is_json = os.fspath(texts).endswith(".jsonl")
+            texts = [*map(json.loads, content.splitlines())] if is_json else pieces
         tokenizer = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code
         )
-        for text in texts[:: max(len(texts) // samples, 1)][:samples]:
+        for text in texts[:samples]:
             if isinstance(text, dict):
                 text = text["text"] if "text" in text else text["messages"]
             is_chat = not isinstance(text, str)
@@ -281,11 +260,11 @@ def _tokenize(
                 text = tokenizer.apply_chat_template(text, tokenize=False)
             tokens = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
             if len(tokens) > 1:
-                rows.append(torch.tensor(tokens[:length]))
+                rows.append(torch.tensor(tokens[:_MOST]))
     except Exception as error:  # of JSON, of tokenizers and their templates
         raise ConfigError(
-            f"the texts cannot be read, expected plain text or JSON lines with 'text' or 'messages', and tokenized by "
-            f"{os.fspath(place)!r}: {type(error).__name__}: {in_one_line(error)}"
+            "expected a text, or JSON lines (.jsonl) with 'text' or 'messages', that the tokenizer in "
+            f"{os.fspath(place)!r} takes: {type(error).__name__}: {in_one_line(error)}"
         ) from error
 
     if len(rows) < 2:
@@ -306,7 +285,7 @@ def keep_kernels_of_training(model: nn.Module) -> None:
 
 
 def _predict(
-    model: Any, name: StrPath, rows: Sequence[Tensor], place: str, told: Told | None
+    model: Any, name: str, rows: Sequence[Tensor], place: str, told: Told | None
 ) -> Tensor:
     """Return the losses of a model on the texts, and its divergences from the first model, in two rows.
 
@@ -320,7 +299,7 @@ def _predict(
     figures = []
     for number, tokens in enumerate(rows):
         if told is not None:
-            told(os.path.basename(name), number, len(rows))
+            told(name, number, len(rows))
         ids = tokens.to(model.device)
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         found = logits.double().log_softmax(-1)
@@ -356,38 +335,33 @@ def _in_parts(part: Tensor, whole: Tensor) -> Tensor:
 
 def _compare(merged: Tensor, adapted: Tensor, plain: Tensor) -> TextMeasure:
     """Compare the figures of a merge with those of the adapter model and the base."""
-    losses = {_ADAPTER: adapted[0], _MERGED: merged[0], _BASE: plain[0]}
-    kept = _in_parts(plain[0] - merged[0], plain[0] - adapted[0])
-    left = _in_parts(merged[1], plain[1])
-    others = {"difference": merged[0] - adapted[0], "gain_kept": kept}
-    figures = {**losses, **others, "divergence_left": left}
-    return TextMeasure(
-        {name: values.mean().item() for name, values in losses.items()},
-        kept.mean().item(),
-        left.mean().item(),
-        len(kept),
-        {name: _error(values) for name, values in figures.items()},
-    )
+    (merged, left), (adapted, _), (plain, whole) = merged, adapted, plain
+    figures = {
+        _ADAPTER: adapted,
+        _MERGED: merged,
+        _BASE: plain,
+        "difference": merged - adapted,
+        "gain_kept": _in_parts(plain - merged, plain - adapted),
+        "divergence_left": _in_parts(left, whole),
+    }
+    means = {name: float(values.mean()) for name, values in figures.items()}
+    errors = {name: _error(values) for name, values in figures.items()}
+    losses = {name: means[name] for name in (_ADAPTER, _MERGED, _BASE)}
+    kept, left_over = means["gain_kept"], means["divergence_left"]
+    return TextMeasure(losses, kept, left_over, len(merged), errors)
 
 
-def _recommend(measured: Mapping[str, Tensor], gain: Tensor) -> tuple[str, str]:
-    """Return the merge to take, and why: by losses, or by divergences where the adapter gains nothing."""
-    what, row = "loss", 0
-    if gain.mean() <= _ERRORS * _error(gain):
-        what, row = "divergence (the adapter gains nothing here)", 1
-    values = {name: figures[row] for name, figures in measured.items()}
-    best = min(values, key=lambda name: values[name].mean().item())
+def _recommend(losses: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return the merge to take, by its losses on the texts, and why."""
+    best = min(losses, key=lambda form: float(losses[form].mean()))
     alike = []
-    for name, own in values.items():
-        difference = own - values[best]
+    for form, own in losses.items():
+        difference = own - losses[best]
         if difference.mean() <= _ERRORS * _error(difference):
-            alike.append(name)
+            alike.append(form)
     if len(alike) == 1:
-        return best, f"its {what} is the lowest, by more than two standard errors"
-    taken = next(name for name in (*_SMALLEST_FIRST, *alike) if name in alike)
-    why = "on the base that was trained"
-    if taken in (QUANTIZED, MIXED):
-        why = "the smallest"
-    return taken, (
-        f"{' and '.join(alike)} are within two standard errors of the lowest {what}, that of {best}, and it is {why}"
+        return best, "its loss is the lowest, by more than two standard errors"
+    return next(form for form in (*_SMALLEST_FIRST, best) if form in alike), (
+        f"the losses of {' and '.join(alike)} are within two standard errors of the lowest, that of {best}, and of "
+        "these it is the smallest, or on the base that was trained"
     )

@@ -140,22 +140,20 @@ def command(
         "quantization_config": quantization_in_training(quant, dtype),
         "dtype": dtype,
         "seed": seed,
-        "device": device,
+        "device": checked_device(device),
         "trust_remote_code": trust_remote_code,
     }
 
     def measure(doing: Doing) -> MergeComparison:
         from .. import compare_merges
 
-        checked_device(device)
-        told = doing.of_texts
         return compare_merges(
             paths[-1],
             str(compare),
             base=base,
             forms=_COMPARED,
             samples=samples,
-            progress=told,
+            progress=doing.of_texts,
             **options,
         )
 
@@ -167,7 +165,6 @@ def command(
     def merge(doing: Doing) -> ExportReport:
         from .. import merge_checkpoint
 
-        checked_device(device)
         with warnings.catch_warnings(record=True) as caught:
             report = merge_checkpoint(
                 base,

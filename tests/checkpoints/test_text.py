@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import json
@@ -163,28 +164,21 @@ def test_the_peak_is_that_of_the_largest_step_by_itself(tmp_path: Path) -> None:
 
 
 def check_recommendation(run: TextRun, found: MergeComparison, folder: Path) -> None:
-    """It is the best by an independent evaluation, or within two standard errors of that, which is said.
-
-    The best has the lowest loss; where the adapter gains nothing, the least divergence.
-    """
-    adapter, expected = run.evaluate(run.adapter_model())
-    gain = run.evaluate(run.load(run.quant))[0] - adapter
-    values = {}
+    """It has the lowest loss by an independent evaluation, or one within two standard errors of it, which is said."""
+    losses = {}
     for form in found.merges:
         if form == "original":
             model = run.reload()
         else:
             merge_checkpoint(run.base, run.adapter, folder / form, merge_as=form, device="cpu")
             model = run.load(folder=folder / form)
-        losses, predicted = run.evaluate(model)
-        values[form] = losses
-        if float(gain.mean()) <= 2 * standard_error(gain):
-            values[form] = divergences(predicted, expected)
-    best = min(values, key=lambda form: float(values[form].mean()))
+        losses[form], _ = run.evaluate(model)
+    best = min(losses, key=lambda form: float(losses[form].mean()))
     if best != found.recommended:
-        difference = values[found.recommended] - values[best]
+        difference = losses[found.recommended] - losses[best]
         assert float(difference.mean()) <= 2 * standard_error(difference) + 1e-6
         assert "within two standard errors" in found.reason
+        assert best in found.reason
 
 
 TWENTY = [
@@ -223,12 +217,6 @@ def test_a_merge_that_lost_the_adapter_is_not_recommended_and_the_table_says_wha
     assert json.loads(json.dumps(found.to_dict()))["merges"]["half"]["gain_kept"] == found.merges["half"].gain_kept
 
 
-def test_where_the_adapter_gains_nothing_the_divergence_decides(run: TextRun) -> None:
-    texts = ["\x00\x01" * 20, "\x02" * 30, "\x03\x04\x05" * 10]
-    found = compare_merges(run.adapter, texts, base=run.base, forms=["half", "original"], device="cpu")
-    assert "divergence (the adapter gains nothing here)" in found.reason
-
-
 def test_forms_that_cannot_be_merged_are_named_with_the_reason(run: TextRun) -> None:
     forms = ["half", "mixed"]
     found = compare_merges(run.adapter, run.texts[:3], base=run.base, forms=forms, device="cpu")
@@ -239,12 +227,16 @@ def test_forms_that_cannot_be_merged_are_named_with_the_reason(run: TextRun) -> 
         compare_merges(run.adapter, run.texts[:3], base=run.base, forms=["mixed"], device="cpu")
 
 
-def test_a_disk_without_room_is_noticed_before_anything_is_measured(
+def test_a_merge_for_which_the_disk_has_no_room_is_a_note_and_the_others_are_measured(
     run: TextRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1))  # type: ignore[attr-defined]
-    with pytest.raises(ExportError, match="no room for them: name another folder in TMPDIR"):
-        compare_merges(run.adapter, run.texts, base=run.base, device="cpu", progress=lambda *_: pytest.fail("measured"))
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    found = compare_merges(run.adapter, run.texts[:3], base=run.base, forms=["half", "original"], device="cpu")
+    assert [*found.merges] == ["original"]
+    assert "No space left on device" in found.notes[0]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -261,15 +253,16 @@ def test_texts_are_read_from_json_lines_and_plain_text(run: TextRun, tmp_path: P
     lines = tmp_path / "some.jsonl"
     lines.write_text("\n".join(json.dumps({"text": text, "other": 1}) for text in some))
     assert measure(lines) == measure(some)
-    assert measure(lines, samples=2) == measure(some[::2])
+    assert measure(lines, samples=2) == measure(some[:2])
 
     chats = [[{"role": "user", "content": text}] for text in some]
     lines.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     assert measure(lines) == measure([f"<user>{text}" for text in some]) == measure(chats)
 
     plain = tmp_path / "some.txt"
-    plain.write_text("".join(f"{text:256.256}" for text in some))
-    assert measure(plain) == measure([f"{text:256.256}" for text in some])
+    long = ["".join(run.texts)[start : start + 512] * 4 for start in (0, 512)]
+    plain.write_text("".join(long))  # in pieces of 2,048 characters
+    assert measure(plain) == measure(long)
 
 
 def test_the_tokenizer_is_the_merged_folders_then_the_adapters_then_the_bases(run: TextRun, tmp_path: Path) -> None:

@@ -63,8 +63,7 @@ class TextRun:
 
     @functools.cached_property
     def rows(self) -> list[torch.Tensor]:
-        most = SETTINGS["length"]
-        return [torch.tensor(tokenizer()(text)["input_ids"][:most]) for text in self.texts]
+        return [torch.tensor(tokenizer()(text)["input_ids"]) for text in self.texts]
 
     def load(self, quant: str | None = None, folder: Path | None = None) -> Any:
         options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
