@@ -122,13 +122,8 @@ class MergeMeasure:
         if self.faults:
             named = [f"{one.cause} ({first_of(one.fqns, 1)})" for one in self.faults]
             onto = f" onto the base's weights {self.assumed}" if self.assumed else ""
-            what = "not a merge"
-            causes = {one.cause for one in self.faults}
-            if causes <= {*_STILL_MERGES, CHANGED} and causes != {CHANGED}:
-                what = next(
-                    _STILL_MERGES[one] for one in _STILL_MERGES if one in causes
-                )
-                named.append(f"{self.kept:.1%} of the adapter's delta is there")
+            causes = [one.cause for one in self.faults if one.cause in _STILL_MERGES]
+            what = _STILL_MERGES[causes[0]] if causes else "not a merge"
             return f"{what}{onto}: {'; '.join(named)}"
 
         if not self.tensors:

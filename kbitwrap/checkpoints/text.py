@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +38,10 @@ from .merge import merge_checkpoint
 from .reader import load_manifest, saved_manifest
 
 _ADAPTER, _MERGED, _BASE = "adapter", "merged", "base"
+_MODEL = "adapter model"
 _SMALLEST_FIRST = (QUANTIZED, MIXED, HALF, ORIGINAL)
 _MOST = 512  # tokens of a text
-_CHARACTERS = 2048  # of a piece of plain text
+_PIECE = re.compile(r"(?s).{1,2048}")  # of plain text
 _MOST_KEPT = 1024  # tokens whose log-probabilities are kept at each place
 _NOTHING = 1e-12  # the least probability that all others have together
 _ERRORS = 2  # standard errors within which two figures are not told apart
@@ -160,7 +162,7 @@ def compare_merges(
         ConfigError: As for `merge_checkpoint`; or there are fewer than two texts, no
             tokenizer or no chat template, or the model does not predict next tokens.
         ManifestMismatchError: As for `merge_checkpoint`.
-        ExportError: There is no room for a merge, or none of the forms can be merged.
+        ExportError: None of the forms can be merged.
 
     Example:
         >>> from kbitwrap import compare_merges
@@ -187,7 +189,7 @@ def compare_merges(
             if NO_GAIN in merge_checkpoint(base, adapter, merged, **options).notes:
                 raise ExportError(NO_GAIN)
             form = merged
-        if form not in (_ADAPTER, ORIGINAL):
+        if form not in (_MODEL, ORIGINAL):
             return load_pretrained(form, None, None, device, None, trust)[0]
         run: Any = (record, quantization, dtype)
         if form == ORIGINAL:
@@ -198,7 +200,7 @@ def compare_merges(
         model: Any
         trained, model = load_adapted(base, saved, *run, device, trust, **options)
         trained.finish_check()
-        return model if form == _ADAPTER else model.merge_and_unload()
+        return model if form == _MODEL else model.merge_and_unload()
 
     measured: dict[str, Tensor] = {}
     notes = []
@@ -209,11 +211,11 @@ def compare_merges(
         tempfile.TemporaryDirectory(prefix="kbitwrap-") as place,
     ):
         warnings.simplefilter("ignore", UserWarning)  # the report's notes have them
-        for form in (_ADAPTER, *map(str, forms)):
+        for form in (_MODEL, *map(str, forms)):
             try:
                 model = load(form, os.path.join(place, _MERGED))
                 measured[form] = _predict(model, form, rows, place, progress)
-                if form == _ADAPTER:
+                if form == _MODEL:
                     with model.disable_adapter():
                         plain = _predict(model, _BASE, rows, place, progress)
             except (ConfigError, ExportError, OSError, torch.OutOfMemoryError) as error:
@@ -224,7 +226,7 @@ def compare_merges(
             gc.collect()  # models are cycles of references
             empty_cache()
 
-    adapted = measured.pop(_ADAPTER)
+    adapted = measured.pop(_MODEL)
     if not measured:
         raise ExportError(f"nothing can be merged: {'; '.join(notes)}")
     merges = {form: _compare(one, adapted, plain) for form, one in measured.items()}
@@ -244,17 +246,17 @@ def _tokenize(
     rows = []
     try:
         if isinstance(texts, (str, os.PathLike)):
-            content = Path(texts).read_text(encoding="utf-8")
-            starts = range(0, len(content), _CHARACTERS)
-            pieces = [content[start : start + _CHARACTERS] for start in starts]
-            is_json = os.fspath(texts).endswith(".jsonl")
-            texts = [*map(json.loads, content.splitlines())] if is_json else pieces
+            path = Path(texts)
+            content = path.read_text(encoding="utf-8")
+            texts = _PIECE.findall(content)
+            if path.suffix == ".jsonl":
+                texts = [*map(json.loads, content.splitlines())]
         tokenizer = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code
         )
         for text in texts[:samples]:
             if isinstance(text, dict):
-                text = text["text"] if "text" in text else text["messages"]
+                text = text.get("text") or text["messages"]
             is_chat = not isinstance(text, str)
             if is_chat:  # whose template writes the special tokens
                 text = tokenizer.apply_chat_template(text, tokenize=False)
@@ -264,7 +266,7 @@ def _tokenize(
     except Exception as error:  # of JSON, of tokenizers and their templates
         raise ConfigError(
             "expected a text, or JSON lines (.jsonl) with 'text' or 'messages', that the tokenizer in "
-            f"{os.fspath(place)!r} takes: {type(error).__name__}: {in_one_line(error)}"
+            f"{os.fspath(place)!r} takes: {in_one_line(error)}"
         ) from error
 
     if len(rows) < 2:

@@ -155,14 +155,14 @@ def command(
                 adapter,
                 text,
                 base=base,
-                forms=[path],
+                forms=[path.resolve()],
                 samples=samples,
                 progress=doing.of_texts,
                 quantization_config=quantization_in_training(quant, None),
                 device=checked_device(device),
                 trust_remote_code=trust_remote_code,
             )
-            measured = comparison.merges[str(path)]
+            measured = comparison.merges[str(path.resolve())]
         report = doctor(
             path,
             base=base,

@@ -129,7 +129,7 @@ def test_one_model_at_a_time_is_in_memory_and_nothing_is_left(
     forms = ["half", "mixed", "quantized", "original"]
     found = compare_merges(run.adapter, run.texts[:3], base=run.base, forms=forms, progress=told, device="cpu")
     assert {count for _, count in alive} == {1}
-    assert [name for name, _ in alive[::3]] == ["adapter", "base", *found.merges]
+    assert [name for name, _ in alive[::3]] == ["adapter model", "base", *found.merges]
     assert [*tmp_path.iterdir()] == []
 
 
@@ -287,8 +287,8 @@ def test_the_tokenizer_is_the_merged_folders_then_the_adapters_then_the_bases(ru
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"text": "some"}\n{"prompt": "some"}', "KeyError: 'messages'"),
-        ('{"text": "some"}\nsome', "JSONDecodeError"),
+        ('{"text": "some"}\n{"prompt": "some"}', "takes: 'messages'"),
+        ('{"text": "some"}\nsome', "takes: Expecting value: line 1"),
         ('{"text": "some"}', "expected at least two texts, found 1"),
         ("", "expected at least two texts, found 0"),
     ],
@@ -349,7 +349,6 @@ def test_pefts_merge_in_4_bits_is_called_what_it_is_with_what_it_costs(
     assert main(["doctor", str(tmp_path / "merged"), *options]) == 1
     verdict, _, said, *_ = capsys.readouterr().out.splitlines()
     assert verdict.startswith("a merge in 4 bits: an adapter was merged into 4-bit weights (")
-    assert verdict.endswith("% of the adapter's delta is there")
     assert said.startswith("On 4 texts: loss ")
 
 
