@@ -181,7 +181,7 @@ def compare_merges(
     trust = merging.get("trust_remote_code", False)
     quantization = find_quantization(base, given, record, saved, trust)
     folders = [form for form in forms if form not in _SMALLEST_FIRST]
-    rows = _tokenize(texts, samples, [*folders, adapter, base], trust)
+    rows = _tokenize(texts, samples, [*folders, saved.folder, base], trust)
 
     def load(form: str, merged: str) -> Any:
         if form in FORMS:
@@ -230,8 +230,7 @@ def compare_merges(
     if not measured:
         raise ExportError(f"nothing can be merged: {'; '.join(notes)}")
     merges = {form: _compare(one, adapted, plain) for form, one in measured.items()}
-    losses = {form: one[0] for form, one in measured.items()}
-    return MergeComparison(merges, *_recommend(losses), tuple(notes))
+    return MergeComparison(merges, *_recommend(measured), tuple(notes))
 
 
 def _tokenize(
@@ -353,12 +352,12 @@ def _compare(merged: Tensor, adapted: Tensor, plain: Tensor) -> TextMeasure:
     return TextMeasure(losses, kept, left_over, len(merged), errors)
 
 
-def _recommend(losses: Mapping[str, Tensor]) -> tuple[str, str]:
+def _recommend(measured: Mapping[str, Tensor]) -> tuple[str, str]:
     """Return the merge to take, by its losses on the texts, and why."""
-    best = min(losses, key=lambda form: float(losses[form].mean()))
+    best = min(measured, key=lambda form: float(measured[form][0].mean()))
     alike = []
-    for form, own in losses.items():
-        difference = own - losses[best]
+    for form, figures in measured.items():
+        difference = (figures - measured[best])[0]
         if difference.mean() <= _ERRORS * _error(difference):
             alike.append(form)
     if len(alike) == 1:

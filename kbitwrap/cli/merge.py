@@ -159,8 +159,10 @@ def command(
 
     if compare is not None:
         status = write(measure, f"comparing {paths[-1]}", json_, trust_remote_code)
-        if status != EXIT_DONE or out is None:
+        if status != EXIT_DONE:
             return status
+    if out is None:
+        return EXIT_DONE
 
     def merge(doing: Doing) -> ExportReport:
         from .. import merge_checkpoint
