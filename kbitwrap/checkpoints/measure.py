@@ -60,7 +60,7 @@ _TOLD_ONTO = {
     TRAINED: "added to the weights that it was trained on",
     ORIGINAL: "added to the base's own weights, not to the quantized ones that it was trained on",
 }
-# The faults of what is a merge all the same, and what it is called.
+# The faults of what is a merge all the same, where most tensors have them, and what it is called.
 _STILL_MERGES = {
     REQUANTIZED: "a merge into quantized weights",
     REQUANTIZED_TO_4_BITS: "a merge in 4 bits",
@@ -122,8 +122,9 @@ class MergeMeasure:
         if self.faults:
             named = [f"{one.cause} ({first_of(one.fqns, 1)})" for one in self.faults]
             onto = f" onto the base's weights {self.assumed}" if self.assumed else ""
-            causes = [one.cause for one in self.faults if one.cause in _STILL_MERGES]
-            what = _STILL_MERGES[causes[0]] if causes else "not a merge"
+            what, most = "not a merge", max(self.faults, key=lambda one: len(one.fqns))
+            if 2 * len(most.fqns) > len(self.tensors):
+                what = _STILL_MERGES.get(most.cause, what)
             return f"{what}{onto}: {'; '.join(named)}"
 
         if not self.tensors:
