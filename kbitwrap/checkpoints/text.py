@@ -46,8 +46,8 @@ _MOST_KEPT = 1024  # tokens whose log-probabilities are kept at each place
 _NOTHING = 1e-12  # the least probability that all others have together
 _ERRORS = 2  # standard errors within which two figures are not told apart
 
-Told = Callable[[str, int, int], object]
-"""A function that is called with the model that is measured, the number of its texts, and of all."""
+Told = Callable[[str], object]
+"""A function that is called with words on how far the work is."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,8 +150,8 @@ def compare_merges(
             weights; and folders that any tool merged. The tokenizer is that of such a
             folder, or else the adapter's, or the base's.
         samples: The most texts that are taken, from the beginning.
-        progress: A function that is called with the model that is measured, the number of
-            its texts, and of all.
+        progress: A function that is called before each text, with words on how far the
+            work is, such as "half: 3 of 64 texts".
         **merging: ``manifest``, ``quantization_config``, ``dtype``, ``seed``, ``device``
             and ``trust_remote_code``, as for `merge_checkpoint`.
 
@@ -300,7 +300,7 @@ def _predict(
     figures = []
     for number, tokens in enumerate(rows):
         if told is not None:
-            told(name, number, len(rows))
+            told(f"{name}: {number} of {len(rows)} texts")
         ids = tokens.to(model.device)
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         found = logits.double().log_softmax(-1)

@@ -134,10 +134,6 @@ class Doing(Status):
         self._what = what
         self.update(Text(what))
 
-    def of_texts(self, model: str, num_done: int, num_texts: int) -> None:
-        """Say which model is measured on texts, and how many are done."""
-        self.now(f"measuring {model}: {num_done:,} of {num_texts:,} texts")
-
     def written(self, num_bytes: int) -> None:
         """Count bytes that were written."""
         self._num_bytes += num_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,9 +27,6 @@ from .usage import (
     Overwrite,
     expect_one_at_most,
 )
-
-if TYPE_CHECKING:
-    from .. import MergeComparison
 
 SUMMARY = (
     "Rewrite a checkpoint that was saved while prepared, with its original dtypes."
@@ -105,7 +102,7 @@ def command(
 
 
 def write(
-    call: Callable[[Doing], ExportReport | MergeComparison],
+    call: Callable[[Doing], Any],
     what: str,
     as_json: bool,
     trust_remote_code: bool = False,

@@ -157,7 +157,7 @@ def command(
                 base=base,
                 forms=[path.resolve()],
                 samples=samples,
-                progress=doing.of_texts,
+                progress=doing.now,
                 quantization_config=quantization_in_training(quant, None),
                 device=checked_device(device),
                 trust_remote_code=trust_remote_code,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -30,9 +30,6 @@ from .usage import (
     Samples,
     TrustRemoteCode,
 )
-
-if TYPE_CHECKING:
-    from .. import MergeComparison
 
 SUMMARY = "Merge a saved adapter into the base that it was trained on."
 HELP = (
@@ -144,7 +141,7 @@ def command(
         "trust_remote_code": trust_remote_code,
     }
 
-    def measure(doing: Doing) -> MergeComparison:
+    def measure(doing: Doing) -> Any:
         from .. import compare_merges
 
         return compare_merges(
@@ -153,7 +150,7 @@ def command(
             base=base,
             forms=_COMPARED,
             samples=samples,
-            progress=doing.of_texts,
+            progress=doing.now,
             **options,
         )
 

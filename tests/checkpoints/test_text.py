@@ -121,15 +121,15 @@ def test_one_model_at_a_time_is_in_memory_and_nothing_is_left(
     before = sum(isinstance(one, LlamaForCausalLM) for one in gc.get_objects())
     alive = []
 
-    def told(name: str, number: int, num_texts: int) -> None:
+    def told(words: str) -> None:
         models = sum(isinstance(one, LlamaForCausalLM) for one in gc.get_objects())
-        alive.append((name, models - before))
-        assert num_texts == 3
+        alive.append((words, models - before))
 
     forms = ["half", "mixed", "quantized", "original"]
     found = compare_merges(run.adapter, run.texts[:3], base=run.base, forms=forms, progress=told, device="cpu")
     assert {count for _, count in alive} == {1}
-    assert [name for name, _ in alive[::3]] == ["adapter model", "base", *found.merges]
+    names = ["adapter model", "base", *found.merges]
+    assert [words for words, _ in alive] == [f"{name}: {number} of 3 texts" for name in names for number in range(3)]
     assert [*tmp_path.iterdir()] == []
 
 
