@@ -194,7 +194,9 @@ def compare_merges(
         run: Any = (record, quantization, dtype)
         if form == ORIGINAL:
             if quantization.source == OF_BASE:
-                raise ConfigError("the base was saved quantized: its own are not here")
+                raise ConfigError(
+                    "the base was saved quantized: its 16-bit weights are not here"
+                )
             run = (None, UNQUANTIZED, dtype or (record and record.model.dtype))
         options = {"may_be_pending": False}
         model: Any
@@ -361,7 +363,10 @@ def _recommend(measured: Mapping[str, Tensor]) -> tuple[str, str]:
         if difference.mean() <= _ERRORS * _error(difference):
             alike.append(form)
     if len(alike) == 1:
-        return best, "its loss is the lowest, by more than two standard errors"
+        return (
+            best,
+            "its loss is the lowest, and no other is within two standard errors of it",
+        )
     return next(form for form in (*_SMALLEST_FIRST, best) if form in alike), (
         f"the losses of {' and '.join(alike)} are within two standard errors of the lowest, that of {best}, and of "
         "these it is the smallest, or on the base that was trained"

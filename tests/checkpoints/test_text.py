@@ -205,7 +205,7 @@ def test_a_merge_that_lost_the_adapter_is_not_recommended_and_the_table_says_wha
     run.load().save_pretrained(tmp_path / "base")  # no delta at all
     found = compare_merges(run.adapter, run.texts, base=run.base, forms=[tmp_path / "base", "half"], device="cpu")
     assert found.recommended == "half"
-    assert found.reason == "its loss is the lowest, by more than two standard errors"
+    assert found.reason == "its loss is the lowest, and no other is within two standard errors of it"
     assert found.merges["half"].gain_kept > 0.9 > 0.5 > found.merges[str(tmp_path / "base")].gain_kept
     *_, last = str(found).splitlines()
     assert last == f"take half: {found.reason}"
