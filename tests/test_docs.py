@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -32,6 +33,7 @@ from kbitwrap.cli import main
 from support import forks, pages, zoo
 from support.engines import load_for_fsdp2
 from support.files import make_tokenizer
+from support.texts import tokenizer
 from support.trainers import dataset, prompt
 
 NEEDS = {
@@ -110,6 +112,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared.manifest().save(place / "run" / "kbitwrap.json")
     for folder in ("run", "adapter"):
         peft_model.save_pretrained(place / folder)
+        tokenizer().save_pretrained(place / folder)
+    texts = ["a few words", "a few other words", "one more text", "and the last one of all"]
+    (place / "mine.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
     prepared.export(place / "merged-model", merge_adapters=True, model=peft_model)
     prepared.restore()
     peft_model.merge_and_unload().save_pretrained(place / "merged-4bit")

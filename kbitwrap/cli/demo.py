@@ -307,6 +307,7 @@ def _measure_merges(folder: Path, held_out: Tensor) -> dict[str, Result]:
             "kept": report.merge.kept,
             "onto": report.merge.onto,
             "faults": [fault.cause for fault in report.merge.faults],
+            "verdict": str(report.merge).partition(":")[0],
         }
     return found
 
@@ -375,7 +376,7 @@ def _tables(result: Result) -> list[RenderableType]:
     for name, merge in result["merges"].items():
         verdict = f"a merge, on the {merge['onto']} weights"
         if merge["faults"]:
-            verdict = "not a merge"
+            verdict = merge["verdict"]
         merges.append([name, f"{merge['lost']:.2%}", verdict])
     answers = [["", "answer"]]
     for what, is_so in result["answers"].items():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .. import ExportReport
 from .console import (
     EXIT_DONE,
+    Doing,
     InputError,
     checked_device,
     first_line,
@@ -26,9 +26,9 @@ from .usage import (
     DtypeOfBase,
     Json,
     MaxShardSize,
-    Out,
     Overwrite,
     QuantInTraining,
+    Samples,
     TrustRemoteCode,
 )
 
@@ -41,16 +41,19 @@ HELP = (
     "folders hold that loaders read: the tokenizer, chat templates, poolings, code. With --as mixed the layers that "
     "the adapter does not touch stay quantized; with --as quantized all do, and what the adapter adds is rounded at "
     "random, without bias. With --no-adapter the dequantized BASE alone is written.\n\n"
+    "Which form? With --compare FILE each is merged, and its loss on your own texts is compared with that of the "
+    "adapter model, and with a merge onto the base's 16-bit weights, where these are at hand. The last line says which "
+    "to take, and why. Without --out nothing is written.\n\n"
     "The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared "
     "with it. Without one, the config.json in ADAPTER says it, where axolotl or another tool saved one. A GPU and a "
     "CPU may quantize a last bit differently: merge on the type of device that was trained on.\n\n"
     "Exit status: 0 written, 1 BASE or --quant is not what the manifest records, 2 bad usage, bad input, or it cannot "
     "be written; unless it is 0, nothing is left at DST."
 )
+_COMPARED = ("half", "mixed", "quantized", "original")
 
 
 def command(
-    out: Out,
     paths: Annotated[
         list[str],
         typer.Argument(
@@ -59,6 +62,9 @@ def command(
             "that the config of ADAPTER names.",
         ),
     ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DST", help="The folder to make.")
+    ] = None,
     as_: Annotated[
         Literal["half", "mixed", "quantized"],
         typer.Option(
@@ -106,10 +112,19 @@ def command(
             "there.",
         ),
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare the forms by their loss on FILE, JSON lines (.jsonl) with text or messages, or plain text; "
+            "--out then writes the form of --as.",
+        ),
+    ] = None,
+    samples: Samples = 64,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
-    """Merge, and print what was written.
+    """Compare, or merge, and print what was found or written.
 
     Raises:
         InputError: There is no usable base, adapter, manifest or destination.
@@ -122,26 +137,55 @@ def command(
     adapter = None if no_adapter else paths[-1]
     if adapter is not None and len(paths) == 1:
         base = None  # what the config of the adapter names
+    if out is None and compare is None:
+        raise InputError("Missing option '--out', or '--compare'")
+    if compare is not None and (adapter is None or (json_ and out)):
+        raise InputError("--compare takes an ADAPTER, and with --json no --out")
+    if out is None and push_to_hub is not None:
+        raise InputError("--push-to-hub uploads what --out writes: add --out")
+    options: dict[str, Any] = {
+        "manifest": manifest,
+        "quantization_config": quantization_in_training(quant, dtype),
+        "dtype": dtype,
+        "seed": seed,
+        "device": checked_device(device),
+        "trust_remote_code": trust_remote_code,
+    }
 
-    def merge(written: Callable[[int], None]) -> ExportReport:
+    def measure(doing: Doing) -> Any:
+        from .. import compare_merges
+
+        return compare_merges(
+            paths[-1],
+            str(compare),
+            base=base,
+            forms=_COMPARED,
+            samples=samples,
+            progress=doing.now,
+            **options,
+        )
+
+    if compare is not None:
+        status = write(measure, f"comparing {paths[-1]}", json_, trust_remote_code)
+        if status != EXIT_DONE:
+            return status
+    if out is None:
+        return EXIT_DONE
+
+    def merge(doing: Doing) -> ExportReport:
         from .. import merge_checkpoint
 
         with warnings.catch_warnings(record=True) as caught:
             report = merge_checkpoint(
                 base,
                 adapter,
-                out,
+                str(out),
                 merge_as=as_,
-                manifest=manifest,
-                quantization_config=quantization_in_training(quant, dtype),
-                dtype=dtype,
                 max_shard_size="5GB" if max_shard_size is None else max_shard_size,
                 overwrite=overwrite,
-                seed=seed,
-                progress=written,
-                device=checked_device(device),
+                progress=doing.written,
                 check=check,
-                trust_remote_code=trust_remote_code,
+                **options,
             )
         said = [str(one.message) for one in caught]
         notes = dict.fromkeys([*said, *report.notes])

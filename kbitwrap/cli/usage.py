@@ -63,6 +63,14 @@ Device = Annotated[
         "differently; cuda if there is one, else cpu.",
     ),
 ]
+Samples = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=2,
+        help="The most texts that are taken from FILE, of 512 tokens.",
+    ),
+]
 MaxShardSize = Annotated[
     int | None,
     typer.Option(

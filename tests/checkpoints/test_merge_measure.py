@@ -170,7 +170,8 @@ def test_a_broken_merge_is_a_finding_with_its_cause(
     (evidence,) = [text for what, text in found.items() if what.startswith(cause)]
     assert any(fqn in evidence for fqn in [*run.of("merged"), "lora_A"])
     assert report.merge is not None
-    assert str(report.merge).startswith("not a merge: ")
+    called = "a merge with another base" if kind == "another base" else "not a merge"
+    assert str(report.merge).startswith(f"{called}: ")
 
 
 def test_experts_that_hold_the_base_are_named(merges: Callable[[str], Run], tmp_path: Path) -> None:

@@ -32,9 +32,19 @@ def saved(front: Any) -> dict[str, Any]:
 def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, Any]) -> None:
     assert saved["divergence_left"] == pytest.approx(front.merge_losses())
     lost = {way: f"{100 * part:.2g} %" for way, part in saved["divergence_left"].items()}
-    assert f"{lost[front.HALF]} of the fine-tune is lost" in README
-    assert f"PEFT's merge in 4 bits loses {lost[front.PEFTS]} and a reload in bfloat16 {lost[front.RELOAD]}" in README
+    assert f"{lost[front.HALF]} of the fine-tune is lost, and {lost[front.PEFTS]} by PEFT's merge in 4 bits" in README
+    assert f"in the picture it is the mean, {lost[front.RELOAD]}" in README
     assert f"as small as the 4-bit base, and {lost[front.QUANTIZED]} is lost" in README
+
+
+def test_a_reload_is_told_by_its_worst_and_its_best_figure(front: Any, figures: Callable[[str], Any]) -> None:
+    merges = figures("merges")
+    adapters = json.loads(front.MERGES.read_text(encoding="utf-8"))[front.SUBJECT]["adapters"]
+    lost = [100 * left for left in merges.divergences_left(adapters, front.RELOAD)]
+    kept = [100 * one["gain"] for adapter in adapters for one in adapter["merges"][front.RELOAD]]
+    assert len(lost) == len(kept) == 6
+    assert f"loses {min(lost):.1f} % of a large delta and {max(lost):.0f} % of a small one" in README
+    assert f"keeps {min(kept):.1f} to {max(kept):.1f} % of the gain in loss" in README
 
 
 @pytest.mark.thorough

@@ -32,6 +32,7 @@ def test_the_pages_show_what_was_saved(merges: Any, figures: Any, saved: dict[st
     section = figures("sections").section
     assert section(merges.MERGE_PAGE, "merges").strip() == merges.choice_table(saved)
     assert section(merges.MERGE_PAGE, "deltas").strip() == merges.delta_table(saved)
+    assert section(merges.MERGE_PAGE, "16 bits").strip() == merges.reload_table(saved)
     assert section(merges.MERGE_PAGE, "formats").strip() == merges.format_table(saved)
     assert section(merges.MEASURE_PAGE, "merges").strip() == merges.weights_table(saved)
 

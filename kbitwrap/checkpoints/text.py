@@ -1,0 +1,373 @@
+"""Merges compared on texts: the loss of each beside that of the adapter model, and which of them to take.
+
+One model at a time is in memory. What the adapter model predicts is kept on the disk, and
+every other model is compared with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import StrPath
+from ..errors import ConfigError, ExportError
+from ..export.forms import FORMS, HALF, MIXED, QUANTIZED
+from ..export.merge import NO_GAIN
+from ..model.pretrained import load_pretrained
+from ..model.quantization import is_quantized_layer
+from ..preparation.process import empty_cache, plain_mode
+from ..reports import Report, in_one_line, table
+from ..tensors.devices import accelerator_type
+from .adapters import read_adapter
+from .base import load_adapted, named_base
+from .base_quantization import OF_BASE, UNQUANTIZED, find_quantization
+from .measure import ORIGINAL
+from .merge import merge_checkpoint
+from .reader import load_manifest, saved_manifest
+
+_ADAPTER, _MERGED, _BASE = "adapter", "merged", "base"
+_MODEL = "adapter model"
+_SMALLEST_FIRST = (QUANTIZED, MIXED, HALF, ORIGINAL)
+_MOST = 512  # tokens of a text
+_PIECE = re.compile(r"(?s).{1,2048}")  # of plain text
+_MOST_KEPT = 1024  # tokens whose log-probabilities are kept at each place
+_NOTHING = 1e-12  # the least probability that all others have together
+_ERRORS = 2  # standard errors within which two figures are not told apart
+
+Told = Callable[[str], object]
+"""A function that is called with words on how far the work is."""
+
+
+@dataclass(frozen=True, repr=False)
+class TextMeasure(Report):
+    """The measure of a merge on texts, beside the adapter model and the base.
+
+    The divergence is that of the predictions of each next token, KL(adapter model ‖ other
+    model). At each place the 1,024 likeliest tokens of the adapter model are compared one
+    by one, and all others as one: of a larger vocabulary it is a lower bound.
+
+    Attributes:
+        loss: The losses of ``"adapter"``, the adapter model, of ``"merged"`` and of
+            ``"base"``: the mean over texts of the mean over their tokens, in nats.
+        gain_kept: The part of the adapter's gain in loss that the merge has.
+        divergence_left: The merge's divergence, in parts of the base's.
+        samples: The number of texts.
+        standard_error: The standard errors over the texts: of the three losses, of
+            ``"difference"``, the merge's loss less the adapter model's, of
+            ``"gain_kept"`` and of ``"divergence_left"``.
+    """
+
+    loss: Mapping[str, float]
+    gain_kept: float
+    divergence_left: float
+    samples: int
+    standard_error: Mapping[str, float]
+
+    def __str__(self) -> str:
+        adapter, merged = self.loss[_ADAPTER], self.loss[_MERGED]
+        error = self.standard_error["difference"]
+        beside = "as"
+        if abs(merged - adapter) > _ERRORS * error:
+            beside = f"{merged - adapter:+.3f} beside"
+        return (
+            f"On {self.samples} texts: loss {merged:.3f}, {beside} the adapter model ({adapter:.3f} ± {error:.3f}); "
+            f"{100 * self.gain_kept:.1f} % of the gain, {100 * self.divergence_left:.1f} % of the divergence left."
+        )
+
+    _brief = __str__
+
+
+@dataclass(frozen=True, repr=False)
+class MergeComparison(Report):
+    """The measures of several merges of one adapter on the same texts. ``print`` gives a table.
+
+    Attributes:
+        merges: The measure of each merge: by its form, or by the path of its folder.
+        recommended: The merge to take: the one that keeps most of the gain, or the
+            smallest of those whose losses are within two standard errors of it, each
+            compared with it text by text; of two of a size the one on the base that was
+            trained.
+        reason: Why it is that one.
+        notes: Why other forms were not measured.
+    """
+
+    merges: Mapping[str, TextMeasure]
+    recommended: str
+    reason: str
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [["", "loss", "gain kept, %", "divergence left, %"]]
+        for name, one in self.merges.items():
+            errors = one.standard_error
+            kept = f"{100 * one.gain_kept:.1f} ± {100 * errors['gain_kept']:.1f}"
+            left = f"{100 * one.divergence_left:.2f} ± {100 * errors['divergence_left']:.2f}"
+            rows.append([name, f"{one.loss[_MERGED]:.4f}", kept, left])
+        for name in (_ADAPTER, _BASE):
+            rows.append([f"({name})", f"{one.loss[name]:.4f}", "", ""])
+        return f"{table(rows)}\n\n{self._brief()}"
+
+    def _brief(self) -> str:
+        return f"take {self.recommended}: {self.reason}"
+
+
+def compare_merges(
+    adapter: StrPath,
+    texts: StrPath | Sequence[Any],
+    *,
+    base: StrPath | None = None,
+    forms: Sequence[StrPath] = (HALF, QUANTIZED),
+    samples: int = 64,
+    progress: Told | None = None,
+    **merging: Any,
+) -> MergeComparison:
+    """Measure on texts what merges of an adapter keep of what it gained, and say which one to take.
+
+    The adapter model is the base, quantized as in training, with the adapter on it; it
+    computes with the kernel that trained. Merges are written to a temporary folder
+    (``TMPDIR``), one at a time, and removed.
+
+    Args:
+        adapter: The folder that PEFT saved the adapter in, or its name on the hub.
+        texts: A file: JSON lines that have ``text`` or ``messages`` (``.jsonl``), or else
+            plain text, which is cut into pieces of 2,048 characters. Or the texts, as
+            strings or such rows. Each is cut after 512 tokens.
+        base: The base, as for `merge_checkpoint`.
+        forms: The merges: ``"half"``, ``"mixed"`` and ``"quantized"``, as for
+            `merge_checkpoint`; ``"original"``, PEFT's merge onto the base's own 16-bit
+            weights; and folders that any tool merged. The tokenizer is that of such a
+            folder, or else the adapter's, or the base's.
+        samples: The most texts that are taken, from the beginning.
+        progress: A function that is called before each text, with words on how far the
+            work is, such as "half: 3 of 64 texts".
+        **merging: ``manifest``, ``quantization_config``, ``dtype``, ``seed``, ``device``
+            and ``trust_remote_code``, as for `merge_checkpoint`.
+
+    Returns:
+        The measures of the merges, and the one to take.
+
+    Raises:
+        ConfigError: As for `merge_checkpoint`; or there are fewer than two texts, no
+            tokenizer or no chat template, or the model does not predict next tokens.
+        ManifestMismatchError: As for `merge_checkpoint`.
+        ExportError: None of the forms can be merged.
+
+    Example:
+        >>> from kbitwrap import compare_merges
+        >>> compare_merges("/no/adapter", ["A text.", "Another one."])
+        Traceback (most recent call last):
+        ...
+        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
+    """
+    saved = read_adapter(adapter)
+    base = base or named_base(saved)
+    record = saved_manifest(saved.folder)
+    if merging.get("manifest"):
+        record = load_manifest(merging["manifest"])
+    given, dtype = merging.get("quantization_config"), merging.get("dtype")
+    device = merging.get("device") or accelerator_type() or "cpu"
+    trust = merging.get("trust_remote_code", False)
+    quantization = find_quantization(base, given, record, saved, trust)
+    folders = [form for form in forms if form not in _SMALLEST_FIRST]
+    rows = _tokenize(texts, samples, [*folders, saved.folder, base], trust)
+
+    def load(form: str, merged: str) -> Any:
+        if form in FORMS:
+            options = {**merging, "merge_as": form, "overwrite": True}
+            if NO_GAIN in merge_checkpoint(base, saved.folder, merged, **options).notes:
+                raise ExportError(NO_GAIN)
+            form = merged
+        if form not in (_MODEL, ORIGINAL):
+            return load_pretrained(form, None, None, device, None, trust)[0]
+        run: Any = (record, quantization, dtype)
+        if form == ORIGINAL:
+            if quantization.source == OF_BASE:
+                raise ConfigError(
+                    "the base was saved quantized: its 16-bit weights are not here"
+                )
+            run = (None, UNQUANTIZED, dtype or (record and record.model.dtype))
+        options = {"may_be_pending": False}
+        model: Any
+        trained, model = load_adapted(base, saved, *run, device, trust, **options)
+        trained.finish_check()
+        return model if form == _MODEL else model.merge_and_unload()
+
+    measured: dict[str, Tensor] = {}
+    notes = []
+    with (
+        plain_mode(),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),  # loading draws numbers
+        tempfile.TemporaryDirectory(prefix="kbitwrap-") as place,
+    ):
+        warnings.simplefilter("ignore", UserWarning)  # the report's notes have them
+        for form in (_MODEL, *map(str, forms)):
+            try:
+                model = load(form, os.path.join(place, _MERGED))
+                measured[form] = _predict(model, form, rows, place, progress)
+                if form == _MODEL:
+                    with model.disable_adapter():
+                        plain = _predict(model, _BASE, rows, place, progress)
+            except (ConfigError, ExportError, OSError, torch.OutOfMemoryError) as error:
+                if form not in _SMALLEST_FIRST:
+                    raise
+                notes.append(f"{form} is not measured: {in_one_line(error)}")
+            model = None
+            gc.collect()  # models are cycles of references
+            empty_cache()
+
+    adapted = measured.pop(_MODEL)
+    if not measured:
+        raise ExportError(f"nothing can be merged: {'; '.join(notes)}")
+    merges = {form: _compare(one, adapted, plain) for form, one in measured.items()}
+    return MergeComparison(merges, *_recommend(measured), tuple(notes))
+
+
+def _tokenize(
+    texts: Any, samples: int, places: Sequence[StrPath], trust_remote_code: bool
+) -> list[Tensor]:
+    """Return the tokens of the texts that are taken, by the tokenizer of the first of the places that has one."""
+    from transformers import AutoTokenizer
+
+    for place in places:
+        if os.path.isfile(os.path.join(place, "tokenizer_config.json")):
+            break
+    rows = []
+    try:
+        if isinstance(texts, (str, os.PathLike)):
+            path = Path(texts)
+            content = path.read_text(encoding="utf-8")
+            texts = _PIECE.findall(content)
+            if path.suffix == ".jsonl":
+                texts = [*map(json.loads, content.splitlines())]
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, trust_remote_code=trust_remote_code
+        )
+        for text in texts[:samples]:
+            if isinstance(text, dict):
+                text = text.get("text") or text["messages"]
+            is_chat = not isinstance(text, str)
+            if is_chat:  # whose template writes the special tokens
+                text = tokenizer.apply_chat_template(text, tokenize=False)
+            tokens = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+            if len(tokens) > 1:
+                rows.append(torch.tensor(tokens[:_MOST]))
+    except Exception as error:  # of JSON, of tokenizers and their templates
+        raise ConfigError(
+            "expected a text, or JSON lines (.jsonl) with 'text' or 'messages', that the tokenizer in "
+            f"{os.fspath(place)!r} takes: {in_one_line(error)}"
+        ) from error
+
+    if len(rows) < 2:
+        raise ConfigError(f"expected at least two texts, found {len(rows)}")
+    return rows
+
+
+def keep_kernels_of_training(model: nn.Module) -> None:
+    """Put a model in eval mode, but for its quantized layers, which compute as in training.
+
+    Nothing drops out in these layers. In eval mode those of bitsandbytes may take other
+    kernels on a CPU.
+    """
+    model.eval()
+    for module in model.modules():
+        if is_quantized_layer(module):
+            module.training = True
+
+
+def _predict(
+    model: Any, name: str, rows: Sequence[Tensor], place: str, told: Told | None
+) -> Tensor:
+    """Return the losses of a model on the texts, and its divergences from the first model, in two rows.
+
+    What the first model predicts is kept in the folder.
+    """
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"expected a model that predicts the next token, found {type(model).__name__}"
+        )
+    keep_kernels_of_training(model)
+    figures = []
+    for number, tokens in enumerate(rows):
+        if told is not None:
+            told(f"{name}: {number} of {len(rows)} texts")
+        ids = tokens.to(model.device)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        found = logits.double().log_softmax(-1)
+        path = Path(place, f"{number}.pt")
+        if not path.exists():
+            likely = found.topk(min(_MOST_KEPT, found.shape[-1])).indices
+            torch.save((likely, _gather(found, likely)), path)
+        likely, expected = torch.load(path, ids.device)
+        off = expected - _gather(found, likely)
+        divergence = (expected.exp() * off).sum(-1).mean()
+        loss = -found.gather(-1, ids[1:, None]).mean()
+        figures.append(torch.stack([loss, divergence]).cpu())
+    return torch.stack(figures, 1)
+
+
+def _gather(found: Tensor, likely: Tensor) -> Tensor:
+    """Return the log-probabilities of some tokens, and that of all others together."""
+    some = found.gather(-1, likely).exp()
+    others = 1 - some.sum(-1, keepdim=True)
+    return torch.cat([some, others.clamp(min=_NOTHING)], -1).log()
+
+
+def _error(values: Tensor) -> float:
+    """Return the standard error of a mean."""
+    return float(values.std() / math.sqrt(len(values)))
+
+
+def _in_parts(part: Tensor, whole: Tensor) -> Tensor:
+    """Return values whose mean is the ratio of two means, and has its standard error (the delta method)."""
+    ratio = part.mean() / whole.mean()
+    return ratio + (part - ratio * whole) / whole.mean()
+
+
+def _compare(merged: Tensor, adapted: Tensor, plain: Tensor) -> TextMeasure:
+    """Compare the figures of a merge with those of the adapter model and the base."""
+    (merged, left), (adapted, _), (plain, whole) = merged, adapted, plain
+    figures = {
+        _ADAPTER: adapted,
+        _MERGED: merged,
+        _BASE: plain,
+        "difference": merged - adapted,
+        "gain_kept": _in_parts(plain - merged, plain - adapted),
+        "divergence_left": _in_parts(left, whole),
+    }
+    means = {name: float(values.mean()) for name, values in figures.items()}
+    errors = {name: _error(values) for name, values in figures.items()}
+    losses = {name: means[name] for name in (_ADAPTER, _MERGED, _BASE)}
+    kept, left_over = means["gain_kept"], means["divergence_left"]
+    return TextMeasure(losses, kept, left_over, len(merged), errors)
+
+
+def _recommend(measured: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return the merge to take, by its losses on the texts, and why."""
+    best = min(measured, key=lambda form: float(measured[form][0].mean()))
+    alike = []
+    for form, figures in measured.items():
+        difference = (figures - measured[best])[0]
+        if difference.mean() <= _ERRORS * _error(difference):
+            alike.append(form)
+    if len(alike) == 1:
+        return (
+            best,
+            "its loss is the lowest, and no other is within two standard errors of it",
+        )
+    return next(form for form in (*_SMALLEST_FIRST, best) if form in alike), (
+        f"the losses of {' and '.join(alike)} are within two standard errors of the lowest, that of {best}, and of "
+        "these it is the smallest, or on the base that was trained"
+    )
