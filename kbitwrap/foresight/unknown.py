@@ -71,8 +71,8 @@ def unknowns(
             - least
             - rounded_up(sampled, ALLOCATION_BYTES)
         )
-        what = "blocks of the allocator that are longer than what they hold"
-        found.append(Unknown(what, longer, longer))
+        what = "blocks of the allocator that are longer than what they hold, as many as a run happens to get"
+        found.append(Unknown(what, 0, longer))
     dequantized = 0
     if step.phases.get(FORWARD) == step.peak_bytes:
         dequantized = step.by_kind.get(DEQUANTIZED, 0)
