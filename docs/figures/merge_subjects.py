@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import llamas
-from kbitwrap.checkpoints.text import keep_kernels_of_training
-from kbitwrap.model.quantization import bitsandbytes_config
+from kbitwrap.model.quantization import bitsandbytes_config, keep_kernels_of_training
 
 RANK = 8
 WARMUP_STEPS = 10

@@ -57,6 +57,7 @@ _OF_THE_PROCESS: Checks = {"allocator": doctor_run.allocator}
 # The base of a run is compared, and may be loaded, once.
 _OF_THE_NEWEST_FOLDER: Checks = {
     "base": doctor_base.recorded_base,
+    "numerics": doctor_run.numerics,
     "dequantized base": doctor_merge.dequantized_base,
 }
 

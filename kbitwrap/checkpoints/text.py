@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import StrPath
 from ..errors import ConfigError, ExportError
 from ..export.forms import FORMS, HALF, MIXED, QUANTIZED
 from ..export.merge import NO_GAIN
 from ..model.pretrained import load_pretrained
-from ..model.quantization import is_quantized_layer
+from ..model.quantization import keep_kernels_of_training
 from ..preparation.process import empty_cache, plain_mode
 from ..reports import Report, in_one_line, table
 from ..tensors.devices import accelerator_type
@@ -273,18 +273,6 @@ def _tokenize(
     if len(rows) < 2:
         raise ConfigError(f"expected at least two texts, found {len(rows)}")
     return rows
-
-
-def keep_kernels_of_training(model: nn.Module) -> None:
-    """Put a model in eval mode, but for its quantized layers, which compute as in training.
-
-    Nothing drops out in these layers. In eval mode those of bitsandbytes may take other
-    kernels on a CPU.
-    """
-    model.eval()
-    for module in model.modules():
-        if is_quantized_layer(module):
-            module.training = True
 
 
 def _predict(

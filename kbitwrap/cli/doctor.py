@@ -70,7 +70,16 @@ _REMEDY = (
     "A preparation upcast these, and the model was saved before it was undone. To get the original dtypes back, with "
     "this command, or with --manifest M or --like ORIGINAL, which know each tensor's dtype:"
 )
-_RECORDED = {"created", "versions", "model", "config", "adapters", "plan", "unknown"}
+_RECORDED = {
+    "created",
+    "versions",
+    "model",
+    "config",
+    "adapters",
+    "plan",
+    "unknown",
+    "logits",
+}
 
 
 def command(

@@ -244,29 +244,34 @@ def _with_tensors(before: Fields, fields: Fields, places: list[Fields]) -> Field
     return found
 
 
-def record(journal: Journal, tree: ModelTree) -> None:
-    """Record what training rewrites, keep layers trainable, and mark all modules.
-
-    Layers keep the layout, and the kernel, that has a backward. By the marks, copies
-    that others make of the modules are told from modules of theirs.
-    """
+def runtime_states(tree: ModelTree) -> list[RuntimeState]:
+    """Record the fields that layers rewrite when they run."""
     runtime = {}
     with only_reading():
         for tensor in tree.all_tensors:
             module = tensor.module
             if tensor.name == "weight" and has_runtime_state(module):
                 runtime[module] = RuntimeState(module, tree.record(tensor))
+    return [*runtime.values()]
 
+
+def record(journal: Journal, tree: ModelTree) -> None:
+    """Record what training rewrites, keep layers trainable, and mark all modules.
+
+    Layers keep the layout, and the kernel, that has a backward. By the marks, copies
+    that others make of the modules are told from modules of theirs.
+    """
+    runtime = runtime_states(tree)
     configs = [config for config in tree.configs if hasattr(config, "__dict__")]
     journal.save(
         # Saving the model writes its dtype into its config.
         Attributes(["use_cache", "dtype"], configs),
         ForwardState(tree),
-        *reversed(runtime.values()),
+        *reversed(runtime),
         ModuleAttributes(("training", MARK), tree),  # adapters keep theirs
         AcceleratePreparation(tree.model),
     )
-    for state in runtime.values():
+    for state in runtime:
         state.keep_unpacked()
     for node in tree.modules:
         tree.records.mark(node.module)

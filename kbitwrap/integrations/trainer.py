@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import torch
 from torch import nn
 from transformers import (
     Trainer,
@@ -39,6 +40,7 @@ from ..checkpoints.merge import merge_live
 from ..config import StrPath
 from ..export.forms import MergeForm
 from ..manifest.manifest import MANIFEST_NAME
+from ..manifest.numerics import changed_versions, with_logits
 from ..model.tree import ModelTree
 from ..model.wrappers import is_sharded_tensor
 from ..preparation.casts import Casts
@@ -129,15 +131,26 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._recorded: Preparation | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
-        essence = None if self._manifest is None else self._manifest.essence()
+        """Return the callback's state for ``trainer_state.json``: its arguments, the essence and the numerics."""
+        essence, numerics = None, {}
+        if self._manifest is not None:
+            essence = self._manifest.essence()
+            numerics = {
+                "logits": self._manifest.logits,
+                "versions": self._manifest.versions,
+            }
         args = {
             "manifest_name": self.manifest_name,
             "count_lost_updates": self.count_lost_updates,
             "merge_to": self.merge_to and str(self.merge_to),
             "merge_as": self.form.merge_as,
         }
-        return {"args": args, "attributes": {}, "preparation": essence}
+        return {
+            "args": args,
+            "attributes": {},
+            "preparation": essence,
+            "numerics": numerics,
+        }
 
     def on_init_end(self, *args: Any, model: _Model = None, **kwargs: Any) -> None:
         """Adopt the model that was made from the prepared one, or record one that accelerate is to shard."""
@@ -171,6 +184,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             if self._recorded is None or not _is_to_be_sharded():
                 self._recorded = Preparation.recording(model)
             self._manifest = Manifest.of(self._recorded)
+        if self._manifest is not None:
+            autocast = None
+            if args.bf16 or args.fp16:
+                autocast = torch.bfloat16 if args.bf16 else torch.float16
+            self._manifest = with_logits(self._manifest, model, autocast)
         # Training is resumed: what is wrong with that is said first.
         if state.global_step:
             self._compare(state)
@@ -303,11 +321,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
         # by the name of a class, which may be derived from this one; several are a list,
         # and of several records the last counts
-        expected = None
+        expected, numerics = None, {}
         for saved in vars(state)["stateful_callbacks"].values():
             for one in saved if isinstance(saved, list) else [saved]:
                 if isinstance(one, dict) and isinstance(one.get("preparation"), dict):
-                    expected = one["preparation"]
+                    expected, numerics = one["preparation"], one.get("numerics", {})
 
         if expected is None:
             warnings.warn(
@@ -322,6 +340,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         else:
             found = self._manifest.diff_essence(expected)
         if not found:
+            self._compare_logits(**numerics)
             return
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on another base, or on one that was prepared "
@@ -330,6 +349,23 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             "diff(prepared.manifest()) names each tensor, or not at all where that says 'not prepared'; or train "
             "without resuming",
             **vars(found),
+        )
+
+    def _compare_logits(
+        self, logits: str | None = None, versions: Mapping[str, str] | None = None
+    ) -> None:
+        """Warn where the base, which is the recorded one, computed other logits in the first run."""
+        found = None if self._manifest is None else self._manifest.logits
+        if None in (logits, found) or logits == found:
+            return
+        changed = ", ".join(changed_versions(versions or {}))
+        cause = f"since then {changed}"
+        if not changed:
+            cause = "no library's version changed: the device, a kernel for it, or the dtype of the run is another"
+        warnings.warn(
+            f"the base has the same bytes as in the first run, and computes other logits: {cause}; training goes on",
+            UserWarning,
+            stacklevel=4,
         )
 
 

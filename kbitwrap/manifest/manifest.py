@@ -39,6 +39,7 @@ from .schema import (
     AdapterRecord,
     ConfigRecord,
     Count,
+    Digest,
     Kind,
     ManifestPart,
     ModelRecord,
@@ -97,6 +98,9 @@ class Manifest(Report, ManifestPart):
             (`stamp_adapter`), whose fields for it say nothing; ``"not prepared"`` in that
             of a run that a callback recorded and nothing prepared; empty in one that a
             preparation made.
+        logits: The digest of what the base computed for the tokens 0 to 15 when
+            training began, in 16 hex digits, in the manifest of a callback; ``None``
+            where nothing was computed.
         kinds: The values that tensors share.
         ties: Groups of names that are one tensor.
         rows: ``{fqn: (index of the kind, digest)}``; ``tensors`` reads them.
@@ -118,6 +122,7 @@ class Manifest(Report, ManifestPart):
     after: MomentRecord
     plan: PlanRecord
     unknown: tuple[Text, ...] = Field((), strict=False, max_length=64)
+    logits: Digest | None = None
     kinds: tuple[Kind, ...] = Field(strict=False)
     ties: tuple[Annotated[tuple[Name, ...], Field(strict=False, min_length=2)], ...] = (
         Field(strict=False)
@@ -358,7 +363,8 @@ class Manifest(Report, ManifestPart):
     def diff(self, other: Manifest) -> ManifestDiff:
         """Compare two manifests.
 
-        All is compared but when and where they were made and what memory was measured.
+        All is compared but when and where they were made, what memory was measured and
+        what the base computed.
 
         Args:
             other: The other manifest.
@@ -371,11 +377,11 @@ class Manifest(Report, ManifestPart):
     def _values(self) -> Values:
         """Return all values but those in which two manifests of one preparation differ.
 
-        These are when and where they were made, their version and what memory was
-        measured.
+        These are when and where they were made, their version, what memory was measured
+        and what the base computed.
         """
         where = ("version", "created", "world_size", "visible_devices", "accelerator")
-        exclude: Any = dict.fromkeys((*where, "kinds", "ties", "rows"), True)
+        exclude: Any = dict.fromkeys((*where, "logits", "kinds", "ties", "rows"), True)
         exclude.update(before={"memory"}, after={"memory"})
         whole = self.model_dump(mode="json", by_alias=True, exclude=exclude)
         return of_whole(whole) | all_values(self.tensors)
