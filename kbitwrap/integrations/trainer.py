@@ -64,7 +64,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     by the processes that save. The manifest's essence (the settings, the model, one
     digest over all tensors) is also written into the checkpoint's
     ``trainer_state.json``, and a resumed training is compared with it: a callback is
-    given the state, and not the folder. The base is digested once, when training begins.
+    given the state, and not the folder. The base is digested once, when training begins,
+    and then computes the logits of 16 tokens: where a resumed training's base has the
+    same bytes and computes other logits, a warning names the libraries whose versions
+    changed.
 
     A prepared model is adopted when the ``Trainer`` is made: its adapters are
     in ``adapter_dtype``, and under ``"adapted"`` the norms of adapted blocks compute in
@@ -340,7 +343,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         else:
             found = self._manifest.diff_essence(expected)
         if not found:
-            self._compare_logits(**numerics)
+            self._compare_logits(numerics)
             return
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on another base, or on one that was prepared "
@@ -351,17 +354,16 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             **vars(found),
         )
 
-    def _compare_logits(
-        self, logits: str | None = None, versions: Mapping[str, str] | None = None
-    ) -> None:
+    def _compare_logits(self, numerics: Mapping[str, Any]) -> None:
         """Warn where the base, which is the recorded one, computed other logits in the first run."""
+        recorded = numerics.get("logits")
         found = None if self._manifest is None else self._manifest.logits
-        if None in (logits, found) or logits == found:
+        if None in (recorded, found) or recorded == found:
             return
-        changed = ", ".join(changed_versions(versions or {}))
-        cause = f"since then {changed}"
-        if not changed:
-            cause = "no library's version changed: the device, a kernel for it, or the dtype of the run is another"
+        cause = "no library's version changed: the device, a kernel for it, or the dtype of the run is another"
+        changed = changed_versions(numerics.get("versions", {}))
+        if changed:
+            cause = f"since then {', '.join(changed)}"
         warnings.warn(
             f"the base has the same bytes as in the first run, and computes other logits: {cause}; training goes on",
             UserWarning,

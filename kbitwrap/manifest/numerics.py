@@ -72,11 +72,11 @@ def with_logits(
             vars(module)[_SWITCH] = True
         try:
             logits = _compute_logits(base, autocast)
+            digest = f"{content_digest(logits):016x}"
         except Exception:  # of any model's own code, which wants images, say
             return manifest
 
-    update = {"version": VERSIONS[-1], "logits": f"{content_digest(logits):016x}"}
-    return manifest.model_copy(update=update)
+    return manifest.model_copy(update={"version": VERSIONS[-1], "logits": digest})
 
 
 @contextmanager
