@@ -4,7 +4,7 @@
 
 In each environment, one after the other, this trains on bases that the first one saved, computes their logits with
 transformers alone, resumes the runs of all environments before it, and adds a row for each to FOLDER/rows.jsonl. It
-prints the sums of all rows, and the table of docs/manifest.md.
+prints the sums of all rows, and with --write writes the table of docs/manifest.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import transformers
 from kbitwrap import Manifest
 from kbitwrap.integrations import KbitTrainerCallback
 from kbitwrap.model.quantization import bitsandbytes_config
-from sections import DOCS, replace_section
+from sections import DOCS, markdown_table, replace_section
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
 CONFIGS = {
@@ -36,8 +36,9 @@ DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 QUANTIZATIONS = {"nf4": "nf4", "8 bits": "int8", "bfloat16": "none"}
 BASES = [f"{model} {kind}" for model in CONFIGS for kind in QUANTIZATIONS]
 NUM_STEPS = 2
-LOGITS = "logits.pt"
+LOGITS, KERNELS = "logits.pt", "kernels.txt"
 PAGE = DOCS / "manifest.md"
+FIGURES = DOCS / "benchmarks" / "numerics.json"
 SAID = re.compile(r"and computes other logits: (?:since then (.*)|no library's version changed: .*); training goes on")
 CHANGE = re.compile(r"^(\S+) (.+) became (.+)$")
 
@@ -116,21 +117,26 @@ def compare(folder: Path, place: Path, base: str, other: Path) -> dict[str, Any]
         "from": other.name,
         "to": place.name,
         "changed": changed,
+        "kernels": [(one / KERNELS).read_text() for one in (other, place)],
         "differ": differ,
         "is_right": (named, len(said)) == expected,
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the table of the pairs in which a base computes other logits."""
-    lines = ["| since the first run | other logits, and the warning named this alone |", "|---|---|"]
-    pairs: dict[str, list[str]] = {}
+    """Return the table of the pairs of environments between which one thing changed, whichever of them came first."""
+    pairs: dict[str, tuple[set[str], set[str]]] = {}
     for row in rows:
-        if row["differ"] and row["is_right"]:
-            changes = [f"{library} {' → '.join(pair)}" for library, pair in row["changed"].items()]
-            pairs.setdefault(", ".join(changes) or "no version: the CPU's kernels", []).append(row["base"])
-    lines += [f"| {changes} | {', '.join(bases)} |" for changes, bases in pairs.items()]
-    return "\n".join(lines)
+        changed = {**row["changed"], "the CPU's kernels": row["kernels"]}
+        changes = [f"{name} {' and '.join(sorted(pair))}" for name, pair in changed.items() if pair[0] != pair[1]]
+        if len(changes) == 1 and row["is_right"]:
+            found = pairs.setdefault(changes[0], (set(), set()))
+            found[not row["differ"]].add(row["base"])
+    lines = [["what differs", "other logits, and a warning", "the same logits, and no word"]]
+    for changes, (differ, same) in sorted(pairs.items()):
+        others = "the others" if differ and same else "all" if same else "none"
+        lines.append([changes, ", ".join(sorted(differ)) or "none", others])
+    return markdown_table(lines)
 
 
 def main() -> int:
@@ -152,6 +158,8 @@ def main() -> int:
     print(table(rows))
     print(f"{len(pairs)} pairs, {len(rows)} resumes, {num_differ} with other logits, {num_right} told rightly")
     if arguments.write:
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        FIGURES.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         replace_section(PAGE, "numerics", table(rows))
     return 0 if num_right == len(rows) else 1
 
@@ -161,6 +169,8 @@ def run(folder: Path, place: Path, path: Path) -> None:
     if not (folder / "bases").exists():
         save_bases(folder / "bases")
     others = [one for one in sorted(folder.iterdir()) if one.is_dir() and one.name not in ("bases", place.name)]
+    place.mkdir(parents=True, exist_ok=True)
+    (place / KERNELS).write_text(torch.backends.cpu.get_cpu_capability())
     with path.open("a", encoding="utf-8") as file:
         for base in BASES:
             assert train(folder / "bases" / base, place / base) == []

@@ -162,6 +162,11 @@ def test_trainer_trains_with_the_callback_and_resumes(method: str, name: str, tm
     answer(f"{method}-{name}", "Trainer", "yes")
 
     # what nothing prepares is recorded too
+    logits = set()
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
         trainer(adapt("llama", CELLS[method][name].load("llama"))).train(resume_from_checkpoint=checkpoint)
-        Manifest.load(tmp_path / "checkpoint-2").check(CELLS[method][name].load("llama"))
+        manifest = Manifest.load(tmp_path / "checkpoint-2")
+        manifest.check(CELLS[method][name].load("llama"))
+        logits.add(manifest.logits)
+    assert len(logits) == 1
+    assert None not in logits

@@ -35,6 +35,7 @@ def test_one_line_changes_no_bit_and_leaves_a_record_and_a_merge(kind: str, tmp_
     adapter = tmp_path / "run" / f"checkpoint-{NUM_STEPS}"
     for folder in (tmp_path / "run" / "checkpoint-1", adapter, tmp_path / "run"):
         assert Manifest.load(folder).unknown == ("not prepared",)
+        assert Manifest.load(folder).logits is not None
     assert not doctor(adapter, base=zoo.checkpoint("llama")).findings
 
     merge_checkpoint(zoo.checkpoint("llama"), adapter, tmp_path / "saved", check=True)
