@@ -360,7 +360,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         found = None if self._manifest is None else self._manifest.logits
         if None in (recorded, found) or recorded == found:
             return
-        cause = "no library's version changed: the device, a kernel for it, or the dtype of the run is another"
+        cause = "no library's version changed: the device, its kernels or threads, or the dtype of the run is another"
         changed = changed_versions(numerics.get("versions", {}))
         if changed:
             cause = f"since then {', '.join(changed)}"
