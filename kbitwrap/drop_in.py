@@ -212,7 +212,10 @@ def _drop_in(precision: Precision | str) -> tuple[Any, Any]:
 
 
 def _replace(old: Any, new: Any, places: list[dict[str, Any]]) -> None:
-    """Put a function in the place of another in ``places`` and in all loaded modules, and note these places."""
+    """Put a function in the place of another in all loaded modules and in ``places``.
+
+    Each namespace that was changed is appended to ``places``.
+    """
     all_names = [*places]
     for module in tuple(sys.modules.values()):
         # others put objects there that are loaded when they are looked at

@@ -148,7 +148,7 @@ class KbitPreparedModel:
     def _apply(self, plan: Plan, tree: ModelTree) -> None:
         """Apply a plan on top of what is applied, all or nothing."""
         preparation = self._preparation or Preparation(self)
-        before = self._preparation, self._report, self.state
+        previous = self._preparation, self._report, self.state
         try:
             # First, so that an interrupt right after the last edit leaves a wrapper
             # that can restore the model.
@@ -159,9 +159,10 @@ class KbitPreparedModel:
             )
             preparation.apply(plan, tree)
         except BaseException:
-            # A first preparation that has slots is in force: the wrapper keeps it.
-            if not preparation.journal.slots or before[0] is not None:
-                self._preparation, self._report, self.state = before
+            # A first preparation with slots left is in force: the wrapper leads back.
+            is_first = previous[0] is None
+            if not (is_first and preparation.journal.slots):
+                self._preparation, self._report, self.state = previous
             raise
 
     def restore(self, trained: TrainedPolicy = "keep") -> RestoreReport:
@@ -200,7 +201,7 @@ class KbitPreparedModel:
         with changing:
             if self.state is LifecycleState.RESTORED and self._report is not None:
                 return self._report  # of the restore that was made
-            restore = self._expect_prepared("restore").restoring(trained)
+            restore = self._expect_prepared("restore").begin_restore(trained)
 
             def settle() -> RestoreReport:
                 report = self._report = restore()
@@ -263,7 +264,7 @@ class KbitPreparedModel:
             self._suspend(suspension, "suspended")
             yield self.model
         finally:
-            finish(self._end, suspension)
+            finish(self._end_suspension, suspension)
 
     def suspend(self) -> None:
         """Put the model in its original state: ``suspended()`` where no with-block can be; raises as that does.
@@ -280,9 +281,11 @@ class KbitPreparedModel:
         call resumes the rest. The end of a with-block that prepared the model resumes
         it too.
         """
-        return self._suspension is not None and finish(self._end, self._suspension)
+        return self._suspension is not None and finish(
+            self._end_suspension, self._suspension
+        )
 
-    def _end(self, suspension: Journal) -> bool:
+    def _end_suspension(self, suspension: Journal) -> bool:
         """End a suspension, if it is the current one."""
         with changing:
             if (
@@ -577,7 +580,10 @@ class KbitPreparedModel:
 
 
 class PeftPreparedModel(KbitPreparedModel):
-    """A wrapper of a model that is prepared by PEFT's rules, which it does not plan."""
+    """The wrapper of a model that the drop-in prepared.
+
+    Its constructor does not plan: ``apply_on_top`` does.
+    """
 
     def __init__(self, model: nn.Module, config: PrepareConfig) -> None:
         self.model, self.config = model, config
@@ -596,6 +602,7 @@ class PeftPreparedModel(KbitPreparedModel):
             warnings.warn(alarm, UserWarning, stacklevel=3)
         wrapper = None if preparation is None else preparation.holder()
         if isinstance(wrapper, KbitPreparedModel):
+            # raises where the model is suspended
             wrapper._expect_prepared("prepare_model_for_kbit_training")
         else:
             wrapper = PeftPreparedModel(model, config)

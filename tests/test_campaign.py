@@ -45,6 +45,7 @@ def test_a_fault_at_the_last_lines_of_adopting_adopts_all_or_nothing() -> None:
         assert [*subject.fail("adopt", number, error(), line)] == [], (number, subject.where)
 
 
+@pytest.mark.thorough
 def test_a_kill_at_any_moment_leaves_what_is_written_whole_or_not_there() -> None:
     hold([*kills.trials(0, tries=6)], 30)
 

@@ -34,6 +34,7 @@ from support import forks, pages, zoo
 from support.engines import load_for_fsdp2
 from support.files import make_tokenizer
 from support.texts import tokenizer
+from support.thorough import few
 from support.trainers import dataset, prompt
 
 NEEDS = {
@@ -171,7 +172,7 @@ def to_run() -> dict[str, list[pages.Block]]:
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
-@pytest.mark.parametrize("name", to_run())
+@pytest.mark.parametrize("name", few(to_run(), ["README.md", "start.md", "merge.md"]))
 def test_the_blocks_of_a_page_run(
     name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +232,7 @@ def shard_and_export(rank: int, join: forks.Join, program: str, folder: str) -> 
     assert bool(loaded) == (rank == 0)
 
 
+@pytest.mark.thorough
 def test_what_needs_several_processes_runs_in_two(tmp_path: Path) -> None:
     program = pages.program(pages.DOCS / "sharding.md", "fully_shard(")
     forks.run_ranks(shard_and_export, program, str(tmp_path))
@@ -238,6 +240,7 @@ def test_what_needs_several_processes_runs_in_two(tmp_path: Path) -> None:
         assert (tmp_path / "run" / form / "model.safetensors").exists()
 
 
+@pytest.mark.thorough
 def test_the_stories_are_true(tmp_path: Path) -> None:
     outputs = {}
     for number, (heading, program) in enumerate(stories().items()):

@@ -335,6 +335,7 @@ def test_originals_that_a_second_call_did_not_keep_are_not_asked_for() -> None:
     kbitwrap.restore(model)
 
 
+@pytest.mark.thorough
 def test_a_model_is_looked_up_while_other_threads_prepare_others() -> None:
     model = nn.Linear(2, 2)
     stop = threading.Event()

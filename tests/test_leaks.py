@@ -90,6 +90,7 @@ def test_deleting_a_restored_model_frees_it_at_once(
     assert {type(one).__name__ for reference in references if (one := reference()) is not None} == {"Linear4bit"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", few(range(3), [0]))
 def test_preparing_over_and_over_holds_no_more(seed: int) -> None:
     assert [line for violations in cycles.trials(seed, 100) for line in violations] == []

@@ -33,8 +33,8 @@ class BaseQuantization(NamedTuple):
     Attributes:
         config: The config for ``from_pretrained``, as plain values; empty of a base
             that was not quantized.
-        source: Who says so: one of the constants of this module, which are words that go
-            on after "which".
+        source: Who says so: one of the constants of this module, to follow "which" in a
+            sentence.
     """
 
     config: Mapping[str, Any]
@@ -53,6 +53,7 @@ class BaseQuantization(NamedTuple):
         return "as they are" if self.kind is QuantKind.NONE else f"in {self.kind}"
 
 
+# as a caller would say it: `load_base` takes it without a question
 UNQUANTIZED = BaseQuantization({}, GIVEN)
 
 
@@ -110,12 +111,13 @@ def find_quantization(
                 different={"": {"quantization": kinds}},
             )
 
-        # Other settings are compared after loading. The run's dtype to compute in is
-        # taken, which changes no weight.
-        config = {**(given or {})}
+        # Only the kind was compared: other settings are, after loading. The compute dtype
+        # is the recorded one, which changes no weight.
+        config = dict(given or {})
+        compute_dtype = recorded.get(_COMPUTE_DTYPE)
         config.pop(_COMPUTE_DTYPE, None)
-        if given and recorded.get(_COMPUTE_DTYPE) is not None:
-            config[_COMPUTE_DTYPE] = recorded[_COMPUTE_DTYPE]
+        if given and compute_dtype is not None:
+            config[_COMPUTE_DTYPE] = compute_dtype
         return BaseQuantization(config, OF_MANIFEST)
 
     if saved is not None and saved.config_of_model:
@@ -142,7 +144,8 @@ def _refuse_other(holder: str, recorded: Mapping[str, Any], given: Any) -> None:
     differing = []
     for name, value in (given or {}).items():
         is_dtype = find_dtype(value) is not None
-        if value not in (None, recorded.get(name, value)) and not is_dtype:
+        expected = recorded.get(name, value)  # what is not recorded is no difference
+        if value not in (None, expected) and not is_dtype:
             differing.append(f"{name}: {recorded[name]!r}, given: {value!r}")
 
     if given is False or differing:

@@ -40,8 +40,8 @@ _TEMPLATES = (
     "chat_template.json",
     "additional_chat_templates/",
 )
-# The files that are read together: where an adapter has one of them, a base's are of
-# another tokenizer.
+# Files that loading reads together. If the adapter has one of a group, none of the group is
+# copied from the base.
 _TOGETHER = (
     (_SETTINGS, "special_tokens_map.json", "added_tokens.json"),
     _TEMPLATES,
@@ -54,7 +54,7 @@ _OF_SENTENCES = (
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
 )
-_MODULE = re.compile(r"\d+_\w+/")
+_SENTENCE_MODULE = re.compile(r"\d+_\w+/")
 _MODULES_ON_HUB = "[0-9]*_*/*"
 Files = Mapping[str, Path]
 """Files by their names, relative to a folder."""
@@ -87,10 +87,10 @@ def why_not_followed(path: Path, home: Path) -> str:
 def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]:
     """Find the files to copy beside a merge's weights, and name those of the base that are left behind.
 
-    All of the base's are copied that are no weights. A file beside the adapter takes the
-    place of the base's file of its name, and of those that are read together with it;
-    where its vocabulary is another one, it takes the place of the base's whole tokenizer,
-    but for chat templates and what a processor adds.
+    All files of the base are copied that are no weights. A file of the adapter replaces the
+    base's file of its name, and the files that are read together with it. If the adapter's
+    vocabulary differs, none of the base's tokenizer is copied, except chat templates and
+    processor files.
     """
     home = _with_small_files(base)
     of_base, left = _files_in(home) if home is not None else ({}, [])
@@ -99,11 +99,11 @@ def files_beside(base: StrPath, adapter: Path | None) -> tuple[Files, list[str]]
         found, _ = _files_in(adapter)
         for name, path in found.items():
             is_read = is_of_a_tokenizer(name) or name.startswith(_TEMPLATES)
-            is_read = is_read or bool(_MODULE.match(name))
+            is_read = is_read or bool(_SENTENCE_MODULE.match(name))
             if is_read or name in of_base or name in _OF_SENTENCES:
                 files[name] = path
 
-    # the beginnings of the names that files of the base must not have beside those
+    # files of the base whose names begin so are left behind
     replaced: list[str] = []
     for kind in _TOGETHER:
         if any(name.startswith(kind) for name in files):
@@ -137,7 +137,7 @@ def _files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
     for path in walk_files(folder):
         name = path.relative_to(folder).as_posix()
         is_weights = any(fnmatch(path.name, pattern) for pattern in _WEIGHTS)
-        if is_weights and not _MODULE.match(name):
+        if is_weights and not _SENTENCE_MODULE.match(name):
             continue
         if name in _WRITTEN or path.name.startswith("."):
             continue

@@ -71,10 +71,12 @@ def is_right(figures: Figures) -> bool:
     if figures.base_codes >= OF_BASE_CODES:
         return not figures.is_scaled and figures.likelier is None
 
-    return any(_explains(against, figures) for against in figures.references)
+    return any(
+        _is_reference_with_delta(against, figures) for against in figures.references
+    )
 
 
-def _explains(against: ComparisonSums, figures: Figures) -> bool:
+def _is_reference_with_delta(against: ComparisonSums, figures: Figures) -> bool:
     """Return whether a tensor is its reference with the delta, rounded."""
     delta = figures.delta
     num_elements = math.prod(figures.shape)
@@ -158,7 +160,9 @@ class _Wrong:
         self.is_copy = is_copy
         self.partner = partner
         self._alike = alike
-        self._first = figures.leaves[0]  # of a stack the first matrix: all are wrong
+        self._first = figures.leaves[
+            0
+        ]  # itself, or the first matrix of a stack, of which all are wrong
 
     def cause(self) -> Cause:
         """Return the cause, and the evidence; of a stack that is right in part, those of its first wrong matrix."""
@@ -174,7 +178,7 @@ class _Wrong:
 
     @functools.cached_property
     def multiple(self) -> float | None:
-        """The multiple of its delta that the tensor holds; ``None`` of one that differs otherwise."""
+        """The multiple of its delta that the tensor holds; ``None`` if the difference is no multiple."""
         figures, delta = self.figures, self.delta
         if not delta:
             return None
@@ -252,8 +256,9 @@ class _Wrong:
     def is_of_low_rank(self) -> bool:
         """Whether the change is of a rank that adapters have, and not of a full one.
 
-        If the adapter's own delta is in the change, it is taken off first: what is left of
-        a merge of an earlier checkpoint of the run is of low rank, too.
+        If the change holds the adapter's whole delta, the delta is taken off first. The
+        rest may be the difference from an earlier checkpoint of the run, and is of low
+        rank then.
         """
         figures, sample = self._first, self._first.sample
         change = sample.change
@@ -262,17 +267,17 @@ class _Wrong:
         if abs(figures.nearest.kept - 1) <= _OF_KEPT:
             change = change - sample.delta
         energies = torch.linalg.svdvals(change[0]).square()
-        few = max(len(energies) // 2, 1)
-        is_of_few = energies[:few].sum() >= _OF_LOW_RANK * energies.sum()
-        return len(figures.shape) >= 2 and bool(is_of_few)
+        first_half = max(len(energies) // 2, 1)
+        are_enough = energies[:first_half].sum() >= _OF_LOW_RANK * energies.sum()
+        return len(figures.shape) >= 2 and bool(are_enough)
 
 
 _DIFFERENCE = "it differs by {0.off:.1%} of the base"
-# The first row counts whose condition holds: the cause, the condition, the evidence.
+# The first row counts whose condition holds: the cause, the condition, the evidence. A copy that was
+# trained in place, as a bias is, has no delta: its reference is the trained value.
 _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (LOST_BY_A_TIE, lambda one: one.partner, "it is {0.partner} now"),
     (NOT_FINITE, lambda one: not one.figures.is_finite, ""),
-    # What was trained in place, as a bias is, is in the trained reference too: it has no delta.
     (DROPPED_COPY, lambda one: one.is_copy and one.multiple == 0, "it holds the base's values"),
     (UNCHANGED, lambda one: one.multiple == 0 and one.is_base, ""),
     (NO_DELTA, lambda one: one.multiple == 0, ""),
@@ -283,7 +288,6 @@ _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (SCALED, lambda one: one.multiple, "{0.multiple:.2f} times"),
     (TRANSPOSED, lambda one: one.is_transposed, ""),
     (ANOTHER_ADAPTER, lambda one: one.is_copy and one.delta, _DIFFERENCE),
-    # What was trained in place, as a bias is, is in the trained reference too: it has no delta.
     (DROPPED_COPY, lambda one: one.is_copy, _DIFFERENCE),
     (CHANGED, lambda one: not one.delta and (one.off < _ALIKE or len(one.figures.shape) < 2), _DIFFERENCE),
     (ANOTHER_BASE, lambda one: not one.delta, _DIFFERENCE),

@@ -49,12 +49,11 @@ def convert_checkpoint(
 
     Tensors are read, rounded and written one at a time. Only float32 tensors are
     rounded, and only where the original is known to be half: by the manifest; or else
-    by the tensor of the same name in a reference checkpoint; or else by a dtype, in
-    which ``from_pretrained`` would load what is not kept in float32 by its
-    architecture. Adapters, the state of quantized weights, trained copies
-    (``modules_to_save``) and every other file are copied as they are; the config gets
-    its dtype back. Values that training did not change get their original bits, except
-    payloads of NaNs.
+    by the tensor of the same name in a reference checkpoint; or else by a dtype: then
+    the tensors are rounded that ``from_pretrained`` would load in it. Adapters, the
+    state of quantized weights, trained copies (``modules_to_save``) and every other
+    file are copied as they are; the config gets its dtype back. Values that training
+    did not change get their original bits, except payloads of NaNs.
 
     Args:
         src: A folder with safetensors files, or with ``pytorch_model.bin`` or its
@@ -102,7 +101,7 @@ def convert_checkpoint(
     """
     start = time.perf_counter()
     checkpoint = open_checkpoint(src)
-    casts, chosen = _casts(checkpoint, manifest, like, dtype)
+    casts, chosen = _choose_casts(checkpoint, manifest, like, dtype)
     tensors = {}
     files: dict[str, list[str]] = {_file_name(old): [] for old in checkpoint.files}
     for name, stored in checkpoint.tensors.items():
@@ -185,7 +184,7 @@ def _other_files(checkpoint: SavedCheckpoint) -> dict[str, Path]:
 # ----------------------------------------------------------------------------------------------------
 
 
-def _casts(
+def _choose_casts(
     checkpoint: SavedCheckpoint,
     manifest: Manifest | StrPath | None,
     like: StrPath | None,
@@ -199,8 +198,10 @@ def _casts(
 
     if manifest is not None:
         record = load_manifest(manifest)
-        originals = _recorded(checkpoint, record)
-        return _casts_to(checkpoint, originals, None), find_dtype(record.model.dtype)
+        originals = _tensors_in_manifest(checkpoint, record)
+        return _casts_to_originals(checkpoint, originals, None), find_dtype(
+            record.model.dtype
+        )
 
     if like is not None:
         return _casts_by_reference(checkpoint, Path(like))
@@ -219,9 +220,11 @@ def _casts(
 def casts_by_dtype(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _DTypes:
     """Return the casts to what a model loaded in a half dtype saves.
 
-    What its class does not build was in no model that was prepared.
+    Tensors that the class does not build stay: no preparation cast them.
     """
-    casts = _casts_to(checkpoint, _loaded(checkpoint, dtype), dtype)
+    casts = _casts_to_originals(
+        checkpoint, _tensors_as_loaded(checkpoint, dtype), dtype
+    )
     model = checkpoint.meta_model() if casts else None
     if model is None:
         return casts
@@ -267,11 +270,11 @@ def _casts_by_reference(
         )
 
     chosen = reference.dtype or checkpoint.dtype
-    loaded = _loaded(checkpoint, chosen) if chosen in HALF_DTYPES else {}
-    return _casts_to(checkpoint, {**loaded, **references}, chosen), chosen
+    loaded = _tensors_as_loaded(checkpoint, chosen) if chosen in HALF_DTYPES else {}
+    return _casts_to_originals(checkpoint, {**loaded, **references}, chosen), chosen
 
 
-def _casts_to(
+def _casts_to_originals(
     checkpoint: SavedCheckpoint, originals: _Originals, dtype: torch.dtype | None
 ) -> _DTypes:
     """Return the casts of float32 tensors to the half dtypes of their originals, or else to a dtype.
@@ -307,7 +310,7 @@ def _original(name: str, originals: _Originals) -> Any:
     return None
 
 
-def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
+def _tensors_as_loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
     """Return the tensors of the model that the config describes, as loaded in a dtype; none of an unknown model."""
     model = checkpoint.meta_model(dtype)
     if model is None:
@@ -322,7 +325,7 @@ def _loaded(checkpoint: SavedCheckpoint, dtype: torch.dtype) -> _Originals:
     return _by_all_names(model, tensors)
 
 
-def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
+def _tensors_in_manifest(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
     """Return the tensors that a manifest records; raise where a checkpoint is not of its model."""
     recorded = {}
     for fqn, record in manifest.tensors.items():
@@ -358,7 +361,7 @@ def _recorded(checkpoint: SavedCheckpoint, manifest: Manifest) -> _Originals:
 
 
 def _by_all_names(model: Any, tensors: _Originals) -> _Originals:
-    """Return tensors by their names, and, of a known model, as transformers saves them: renamed, split, merged."""
+    """Return tensors by their names, and, if the model is known, also by those that transformers saves them under."""
     if model is None:
         return tensors
 

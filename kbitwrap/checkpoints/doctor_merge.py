@@ -89,7 +89,7 @@ def unmeasured_merge(subject: Subject) -> Finding | None:
 
     may_be_merged = bool(base.sources)
     if isinstance(subject, Folder) and not subject.adapters and not may_be_merged:
-        is_served = _quantization_of_served(subject) is not None
+        is_served = _quantization_to_dequantize(subject) is not None
         may_be_merged = not is_numbered(subject.path) and not is_served
 
     if options.adapter is None and may_be_merged:
@@ -100,7 +100,7 @@ def unmeasured_merge(subject: Subject) -> Finding | None:
     return None
 
 
-def _quantization_of_served(folder: Folder) -> BaseQuantization | None:
+def _quantization_to_dequantize(folder: Folder) -> BaseQuantization | None:
     """Return the quantization of the base that a folder is compared with, dequantized.
 
     That is where a base and its quantization alone were given, and the folder has a
@@ -128,7 +128,7 @@ def dequantized_base(folder: Folder) -> Finding | None:
 
     ``None`` where it is not asked for.
     """
-    quantization = _quantization_of_served(folder)
+    quantization = _quantization_to_dequantize(folder)
     if quantization is None:
         return None
 
@@ -267,7 +267,7 @@ def _measure(
     if quantization.source == GIVEN:
         remedy = f"if it was trained in another quantization, {_GIVE}; otherwise {_MERGE_AGAIN}"
     if quantization.source == UNKNOWN:
-        quantization = _quantization_of_merge(subject, merged, saved, dtypes)
+        quantization = _assumed_quantization(subject, merged, saved, dtypes)
         assumed = quantization.form
         if quantization.config:
             assumed += f", which {quantization.source}"
@@ -306,7 +306,7 @@ def _measure(
     return found
 
 
-def _quantization_of_merge(
+def _assumed_quantization(
     subject: Subject, merged: Side, saved: SavedAdapter, dtypes: _Dtypes
 ) -> BaseQuantization:
     """Return the quantization of the training as the checkpoint tells it: by its config, or else by its weights."""

@@ -23,7 +23,7 @@ from .sides import Side, merged_onto, plain_side
 # The largest difference of a weight from a merge, as a part of its length, that another
 # adapter explains; larger ones are of other weights.
 _MOST_OFF = 0.5
-_MOST_WEIGHTS = 3  # that are asked: one that is broken, or zero, tells nothing
+_MOST_WEIGHTS = 3  # that are asked: a broken or zero one tells nothing
 
 
 def fitting_quantization(
@@ -35,13 +35,13 @@ def fitting_quantization(
 ) -> BaseQuantization:
     """Find the quantization whose values, with the adapter merged, are nearest to one weight of a checkpoint.
 
-    It is none where the base as it is is nearer, or where none is near. The base is loaded
-    once, unquantized. One of its weights is quantized, in each kind and from each dtype
-    that the run may have had (``None`` for the base's). Where that one tells nothing, the
-    next is taken.
+    The base is loaded once, unquantized. One of its weights is quantized, in each kind and
+    from each dtype that the run may have had (``None`` for the base's). A weight for which
+    the unquantized base is nearest, or that is far from it, tells nothing: the next is
+    asked. If none tells anything, the base was not quantized.
     """
     with warnings.catch_warnings():
-        # In training these layers were quantized, and those lie the other way round.
+        # PEFT warns because these layers are unquantized here, and lie transposed.
         warnings.filterwarnings("ignore", r"fan_in_fan_out is set to", UserWarning)
         trained, adapted = load_adapted(
             base, saved, None, UNQUANTIZED, None, "cpu", trust_remote_code

@@ -261,14 +261,15 @@ def measure_merge(
         if told is not None:
             told(number, len(wanted))
         fqn = names_in_model.get(name, name)
-        held = _name_in(found, name, ties_of_merged)
-        if held is None:
+        found_name = _name_in(found, name, ties_of_merged)
+        if found_name is None:
             wrong[name] = MISSING, ""
-        elif held != name:
-            tied[name] = held
+        elif found_name != name:
+            tied[name] = found_name
         if saved is not None and fqn in saved.held:
             copies.add(name)
-        tensor = befores[name] if held is None else found[held]  # it keeps nothing
+        # a tensor that is missing is compared with the base
+        tensor = befores[name] if found_name is None else found[found_name]
         expected = afters[name]
         unlike = _unlike(tensor, expected)
         if unlike is not None:

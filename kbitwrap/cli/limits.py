@@ -20,7 +20,7 @@ def budget_of(
 ) -> int | None:
     """Return the bytes that tensors may take: the budget, or what a CUDA context leaves of a device's memory.
 
-    Of memory that is the host's too, the process takes its part.
+    If host and device share the memory, what the process needs is taken off too.
 
     Raises:
         InputError: Nothing says how large the memory of both is.
@@ -36,7 +36,10 @@ def budget_of(
 
 
 def budget_of_step(step: StepMemory, budget: int, is_unified: bool) -> int:
-    """Return the budget of a step: 0 where its model cannot be loaded beside the pages of a tensor of its files."""
+    """Return the budget of a step, or 0 if loading its model exceeds the budget.
+
+    In unified memory, loading also holds the largest tensor of the files.
+    """
     mapped = step.mapped_bytes if is_unified else 0
     return budget if (step.loading_bytes or 0) + mapped <= budget else 0
 

@@ -237,9 +237,16 @@ def command(
     if step:
         from .step import plan_steps
 
-        limit = budget_of(budget, device_memory, unified)
+        budget_bytes = budget_of(budget, device_memory, unified)
         result, parts, fits = plan_steps(
-            model, ways, limit, unified, quant, dtype, trust_remote_code, **of_steps
+            model,
+            ways,
+            budget_bytes,
+            unified,
+            quant,
+            dtype,
+            trust_remote_code,
+            **of_steps,
         )
     else:
         result, parts, fits = _plan_preparation(

@@ -173,9 +173,9 @@ def _tell_step(
 def _run(
     script: str,
     arguments: list[str],
-    changed: contextlib.AbstractContextManager[None],
+    patches: contextlib.AbstractContextManager[None],
 ) -> int:
-    """Run a script as ``__main__``, with libraries changed."""
+    """Run a script as ``__main__`` inside a context that patches libraries."""
     path = os.path.abspath(script)
     folder = os.path.dirname(os.path.realpath(path))
     argv = [script, *arguments]
@@ -184,7 +184,7 @@ def _run(
         mock.patch.object(sys, "path", [folder, *sys.path[1:]]),
     ):
         try:
-            with changed:
+            with patches:
                 runpy.run_path(path, run_name="__main__")
         except (SystemExit, _Stopped):
             raise

@@ -99,13 +99,14 @@ def plan_steps(
             step = predict(batch, tokens)
             steps[way] = step.to_dict()
             if budget is not None:
-                limit = budget_of_step(step, budget, is_unified)
+                of_step = budget_of_step(step, budget, is_unified)
                 steps[way].update(
-                    fits=predict.fits(limit, step.batch_size, step.seq_len),
-                    longest_sequence=predict.longest_sequence(limit, step.batch_size),
-                    largest_batch=predict.largest_batch(limit, step.seq_len),
+                    fits=predict.fits(of_step, step.batch_size, step.seq_len),
+                    longest_sequence=predict.longest_sequence(of_step, step.batch_size),
+                    largest_batch=predict.largest_batch(of_step, step.seq_len),
                 )
 
+    # `step` is the last way's: batch, length and files are the same for all
     result = {
         "model": model,
         "trainer": trainer,

@@ -60,7 +60,7 @@ class Adapters(Slot):
 
         is_trained = any(self._was_trained(*pair) for pair in there)
         for storage, parameter in there:
-            if not (is_trained or storage.converts(parameter)):
+            if not (is_trained or storage.stores_other(parameter)):
                 continue
             if parameter.dtype != self.dtype and not is_sharded_tensor(parameter):
                 storage.give(parameter, parameter.data.to(self.dtype))
@@ -79,7 +79,7 @@ class Adapters(Slot):
         if is_sharded_tensor(parameter):
             return True
         value = parameter.data
-        if storage.converts(parameter):
+        if storage.stores_other(parameter):
             stored = value.to(self.dtype)
             value = value if bool(differ(value, stored)) else stored
         return storage.find(value).is_trained

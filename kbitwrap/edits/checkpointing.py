@@ -79,7 +79,7 @@ _HOOK_DICTS = (
 
 
 def _forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return a module's forward hooks and pre-hooks by their ids, which are its own."""
+    """Return a module's forward hooks and pre-hooks by their ids; no two of them share one."""
     if not (module._forward_hooks or module._forward_pre_hooks):
         return {}  # nearly all modules
     return {**module._forward_hooks, **module._forward_pre_hooks}
@@ -115,8 +115,8 @@ class Hooks(Slot):
     def __init__(self, tree: ModelTree) -> None:
         self._index = tree.index
         self.before = self._ids()
-        # the ids of the edit's own hooks; `None` until the edit is made, as every new one
-        # is its own till then
+        # the ids of the hooks that the edit added; `None` while it is made, when every new
+        # hook counts as its own
         self._ours = None
 
     def settle(self) -> None:
@@ -155,11 +155,13 @@ class Hooks(Slot):
         A user's hook that was removed meanwhile stays away, and a new one stays.
         """
         for hooks, before, removed in value:
-            gone = before.keys() - hooks.keys() - {*removed}
-            back = {key: before[key] for key in before if key not in gone}
-            back |= hooks
+            taken_away = (
+                before.keys() - hooks.keys() - {*removed}
+            )  # by others meanwhile
+            merged = {key: before[key] for key in before if key not in taken_away}
+            merged |= hooks  # new ones come last
             hooks.clear()
-            hooks.update(back)
+            hooks.update(merged)
 
 
 def remove_hooks(module: nn.Module, keys: Iterable[int]) -> None:
@@ -228,20 +230,20 @@ def checkpoint(
     kind needs none, but its blocks are hooked for backward hooks of others. A hook of
     the model warns when it turns out to be sharded, after its dtypes were changed.
     """
-    enable = config.gradient_checkpointing and quantization.is_quantized
-    hook_model = config.precision.upcasts_all and quantization.casts
-    if enable:
+    checkpoints = config.gradient_checkpointing and quantization.is_quantized
+    warns_of_sharding = config.precision.upcasts_all and quantization.casts
+    if checkpoints:
         refuse_without_checkpointing(tree)
     kwargs = dict(config.gradient_checkpointing_kwargs)
-    hook_inputs, hook_blocks = config.input_require_grads, False
-    if hook_inputs is None:
+    hooks_inputs, hooks_blocks = config.input_require_grads, False
+    if hooks_inputs is None:
         # torch's own default is reentrant, also where None is given.
         use_reentrant = kwargs.get("use_reentrant")
         is_reentrant = use_reentrant is None or bool(use_reentrant)
-        hook_inputs = enable and is_reentrant
-        hook_blocks = enable and not is_reentrant
+        hooks_inputs = checkpoints and is_reentrant
+        hooks_blocks = checkpoints and not is_reentrant
     methods = ("enable_input_require_grads", "get_input_embeddings")
-    if hook_inputs and not any(hasattr(tree.model, method) for method in methods):
+    if hooks_inputs and not any(hasattr(tree.model, method) for method in methods):
         raise UnsupportedModelError(
             f"{type(tree.model).__name__} has no get_input_embeddings() whose output could be made to require grad; "
             "prepare it with input_require_grads=False, or with gradient_checkpointing_kwargs={'use_reentrant': False}"
@@ -252,12 +254,12 @@ def checkpoint(
         handles = ModuleAttributes(_HOOK_ATTRIBUTES, tree)
         journal.save(ModuleAttributes(CHECKPOINTING_ATTRIBUTES, tree), handles, hooks)
         model: Any = tree.model
-        if hook_inputs and hasattr(model, "enable_input_require_grads"):
+        if hooks_inputs and hasattr(model, "enable_input_require_grads"):
             model.enable_input_require_grads()
-        elif hook_inputs:
+        elif hooks_inputs:
             model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
 
-        if enable:
+        if checkpoints:
             _enable_checkpointing(model, kwargs)
 
         # transformers installs hooks whenever it enables checkpointing, needed or not.
@@ -267,23 +269,24 @@ def checkpoint(
             if not added:
                 continue
             had_one = not hooks.before.isdisjoint(input_gradient_hooks(node.module))
-            if hook_inputs and not had_one:
+            if hooks_inputs and not had_one:
                 added.pop()  # the newest stays
                 keeps_one = True
             remove_hooks(node.module, added)
 
         if not keeps_one:
-            # The handles that transformers keeps are of hooks that were removed.
+            # transformers holds handles of hooks that were just removed: put its
+            # attributes back
             handles.undo(tree, Undoing())
 
-        for node in tree.modules if hook_blocks else ():
+        for node in tree.modules if hooks_blocks else ():
             block = node.module
             is_checkpointed = vars(block).get("gradient_checkpointing") is True
             if is_checkpointed and not input_gradient_hooks(block):
                 block.register_forward_pre_hook(make_block_input_require_grad)
 
         is_hooked = warn_of_sharding in model._forward_pre_hooks.values()
-        if hook_model and not is_hooked:
+        if warns_of_sharding and not is_hooked:
             model.register_forward_pre_hook(warn_of_sharding)
 
         hooks.settle()

@@ -105,28 +105,28 @@ class Call(Slot):
 
 
 def finish(call: Callable[..., T], *args: Any) -> T:
-    """Make a call, which may be made again, until it ends.
+    """Make a call again until it ends; the call must allow that.
 
-    After an interrupt it is made again, eight times at most, and the interrupt is raised
-    in the end in place of the result. After an error that is not kbitwrap's it is made
-    again once. So a Ctrl-C in ``restore`` leaves a restored model.
+    It is made again after an interrupt, eight times at most, and after an error that is
+    not kbitwrap's if nothing failed before. If there was an interrupt, it is raised in the
+    end. So a Ctrl-C in ``restore`` leaves a restored model.
     """
-    most_interrupts = 8  # what raises one each time is not tried for ever
-    stops: list[BaseException] = []
+    most_interrupts = 8  # a call that is interrupted each time is given up
+    failures: list[BaseException] = []
     try:
         while True:
             try:
                 return call(*args)
             except BaseException as error:
                 most = 1 if isinstance(error, Exception) else most_interrupts
-                if isinstance(error, KbitWrapError) or len(stops) >= most:
+                if isinstance(error, KbitWrapError) or len(failures) >= most:
                     raise
-                stops.append(error)
+                failures.append(error)
     finally:
         # An interrupt is raised in place of the result, or of the last error.
-        for stop in stops:
-            if not isinstance(stop, Exception):
-                raise stop
+        for failure in failures:
+            if not isinstance(failure, Exception):
+                raise failure
 
 
 class Journal:
@@ -227,10 +227,11 @@ class Journal:
                 way_back.save(Suspended(slot, now))
                 slot.undo(tree, Undoing(now=now))
 
-    def resume(self, tree: Any) -> None:
+    def undo_or_raise(self, tree: Any) -> None:
         """Undo everything, and raise the first failure.
 
         Slots that failed stay, and another call undoes them.
         """
-        for _, error in self.undo(tree):
-            raise error
+        failures = self.undo(tree)
+        if failures:
+            raise failures[0][1]

@@ -27,7 +27,7 @@ Forward = Callable[..., Any]
 Dtypes = list[torch.dtype | None]
 
 
-def forward_slot(module: nn.Module) -> str:
+def forward_attribute(module: nn.Module) -> str:
     """Return the instance attribute of a module's innermost ``forward``.
 
     accelerate moves it to ``_old_forward``.
@@ -44,7 +44,7 @@ def can_rebind_forward(module: nn.Module) -> bool:
     if next(module.buffers(), None) is not None:
         return False
 
-    forward = vars(module).get(forward_slot(module), MISSING)
+    forward = vars(module).get(forward_attribute(module), MISSING)
     return forward is MISSING or (
         isinstance(forward, types.MethodType) and forward.__self__ is module
     )
@@ -52,7 +52,7 @@ def can_rebind_forward(module: nn.Module) -> bool:
 
 def computes_in_float32(module: nn.Module) -> bool:
     """Whether a module's forward is replaced by a ``Float32Forward``."""
-    return isinstance(vars(module).get(forward_slot(module)), Float32Forward)
+    return isinstance(vars(module).get(forward_attribute(module)), Float32Forward)
 
 
 class Float32Forward:
@@ -68,7 +68,7 @@ class Float32Forward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         # the instance's own forward, a bound method; MISSING where it has none
-        self.inner: Any = vars(module).get(forward_slot(module), MISSING)
+        self.inner: Any = vars(module).get(forward_attribute(module), MISSING)
         # others may hold this after it was removed: then it runs the module's own
         self.is_active = True
         # made before the module is compiled, since torch compiles the making of no class
@@ -79,8 +79,8 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in float32 while active."""
-        own = self.inner is MISSING
-        forward = type(self.module).forward if own else self.inner.__func__
+        is_of_class = self.inner is MISSING
+        forward = type(self.module).forward if is_of_class else self.inner.__func__
         if not self.is_active:
             return forward(self.module, *args, **kwargs)
         return self._run(forward, args, kwargs)
@@ -88,10 +88,10 @@ class Float32Forward:
     def install(self) -> None:
         """Replace the module's forward."""
         self.is_active = True
-        vars(self.module)[forward_slot(self.module)] = self
+        vars(self.module)[forward_attribute(self.module)] = self
 
     def remove(self) -> None:
-        """Put the module's own forward back, and be inactive wherever it is."""
+        """Put the module's own forward back; whoever still holds this object gets that too."""
         self.is_active = False
         fields = vars(self.module)
         if fields.get("forward") is self:
@@ -124,8 +124,8 @@ class Float32Forward:
         """
         inputs = [*args, *kwargs.values()]
         if torch.compiler.is_compiling():
-            # A call that the kernel refuses, as float32 input with a half weight, must not be
-            # traced: the answer is the one that `_measured_dtypes` gives for it.
+            # The kernel refuses float32 input with half weights, and the refusal must not be
+            # traced: the output gets the input's dtype, as in `_measured_dtypes`.
             refuses = isinstance(self.module, (nn.LayerNorm, nn.GroupNorm))
             if refuses and inputs[0].dtype not in HALF_DTYPES:
                 return [inputs[0].dtype]
@@ -254,7 +254,7 @@ class Forwards(Slot):
         live = []
         for one in dict.fromkeys(found):
             if one is not None:
-                inner = vars(one.module).get(forward_slot(one.module))
+                inner = vars(one.module).get(forward_attribute(one.module))
                 live.append((one, inner is one))
         return live
 

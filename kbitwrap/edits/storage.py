@@ -35,14 +35,14 @@ from .journal import Journal, Slot, Undoing
 _PIECE = 4 << 20
 
 
-class Found(NamedTuple):
+class ValueToPutBack(NamedTuple):
     """The value to put back of a parameter, and what is known of it.
 
     Attributes:
         value: The original, or what training made of it, rounded.
-        is_trained: Whether what the parameter has differs from the original's cast.
-        is_altered: Whether the value differs from the original.
-        is_exact: Whether upcasting the value gives what the parameter has.
+        is_trained: Whether the stored value is not the original, upcast.
+        is_altered: Whether the value to put back is not the original.
+        is_exact: Whether upcasting the value to put back gives the stored value.
     """
 
     value: Tensor
@@ -142,15 +142,16 @@ class ParameterStorage(OriginalSlot):
             return torch.tensor([True, False], device=current.device)
 
         kept = self.kept.to(current.device)
-        is_other = is_trained = differ(current, kept)  # compared in float32
-        # bitsandbytes casts a bias to the dtype of its input, which may have rounded it
-        # on the way.
-        for step in HALF_DTYPES if self._is_rewritten else ():
-            is_trained = is_trained & differ(current, kept.to(step))
+        is_other = differ(current, kept)  # compared in float32
+        is_trained = is_other
+        if self._is_rewritten:
+            # bitsandbytes may have rounded a bias to the dtype of its input
+            for half in HALF_DTYPES:
+                is_trained = is_trained & differ(current, kept.to(half))
 
         return torch.stack([is_trained, ~is_other])
 
-    def find(self, current: Tensor, *, discards: bool = False) -> Found:
+    def find(self, current: Tensor, *, discards: bool = False) -> ValueToPutBack:
         """Find the value to put back: the original, or else what training made of it.
 
         The original tells the two apart where it is held, elsewhere the digest of the
@@ -169,15 +170,15 @@ class ParameterStorage(OriginalSlot):
             is_exact = not is_trained
         else:
             is_trained, is_exact = self.compare(current).tolist()
-            value = self.kept.to(current.device)
-            is_altered = False
+            original = self.kept.to(current.device)
+            value, is_altered = original, False
             if is_trained and (is_resized or not discards):
-                original, value = value, self._round(current)
+                value = self._round(current)
                 is_altered = is_resized or bool(differ(value, original))
 
         if not is_trained and value.stride() != self.layout.stride:
             value = self._lay_out(value)
-        return Found(value, is_trained, is_altered, is_exact)
+        return ValueToPutBack(value, is_trained, is_altered, is_exact)
 
     def _lay_out(self, value: Tensor) -> Tensor:
         """Copy a value into the original layout."""
@@ -189,10 +190,10 @@ class ParameterStorage(OriginalSlot):
             return self._round(current)
         return current if self._is_kept(current) else self.find(current).value
 
-    def converts(self, parameter: Tensor) -> bool:
-        """Whether the original is to be computed from what the parameter stores."""
-        is_held_elsewhere = self.kept is not None and not self._is_kept(parameter)
-        return is_held_elsewhere or parameter.dtype != self.dtype
+    def stores_other(self, parameter: Tensor) -> bool:
+        """Whether the parameter stores something else than its original."""
+        is_other_memory = self.kept is not None and not self._is_kept(parameter)
+        return is_other_memory or parameter.dtype != self.dtype
 
     def _is_kept(self, tensor: Tensor) -> bool:
         """Whether a tensor is the original that is held: its memory, seen in the same way."""
@@ -204,7 +205,7 @@ class ParameterStorage(OriginalSlot):
 
     def original(self, parameter: Tensor) -> Tensor:
         """Return the original of the live parameter, computed when it is used."""
-        if not self.converts(parameter):
+        if not self.stores_other(parameter):
             return parameter
 
         def pieces() -> Iterator[Tensor]:
@@ -224,23 +225,27 @@ class ParameterStorage(OriginalSlot):
             is_own=self.kept is None,
         )
 
-    def current(self) -> nn.Parameter | None:
-        """Return the parameter; ``None`` where it is gone, or stores its original."""
+    def cast_parameter(self) -> nn.Parameter | None:
+        """Return the parameter; ``None`` if it is gone, or stores its original."""
         parameter = self.record.live()
-        return parameter if parameter is not None and self.converts(parameter) else None
+        return (
+            parameter
+            if parameter is not None and self.stores_other(parameter)
+            else None
+        )
 
     def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Put the original storage back.
 
         It is exact where nothing was trained; else the policy says what is put back.
         """
-        parameter = self.current()
+        parameter = self.cast_parameter()
         if parameter is None:
             return
 
         if undoing.now is not None:
-            # The slot of a suspension shares this, and is not to keep the value in memory.
-            found: Found = undoing.now.pop("found")
+            # `Suspended.value` is the same dict: the value is taken out, so that it is freed.
+            found: ValueToPutBack = undoing.now.pop("found")
         else:
             discards = undoing.policy == "discard"
             found = self.find(parameter.data, discards=discards)
@@ -267,7 +272,7 @@ class ParameterStorage(OriginalSlot):
         Where upcasting what is put back gives the current value, that is not held. With
         it are the bits of the original that is held, where ``undo`` and others write it.
         """
-        parameter = self.current()
+        parameter = self.cast_parameter()
         if parameter is None:
             return None
 

@@ -158,6 +158,7 @@ class RuntimeState(OriginalSlot):
         if is_sharded:
             self._stop_repacking()
 
+        # another weight, as a merge makes one, keeps its own statistics
         if weight is None or not self.record.is_seen(weight):
             return
 

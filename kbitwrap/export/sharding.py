@@ -56,7 +56,7 @@ class Shard(NamedTuple):
     unit: nn.Module | None
 
 
-def drift_of(fqn: str) -> str:
+def drift_message(fqn: str) -> str:
     """Return the message for a frozen parameter that holds other values than were recorded."""
     return (
         f"{fqn} is frozen, but its values have changed since the model was prepared (a "
@@ -87,12 +87,14 @@ class Gathering:
         # the trainable ones that held other values than recorded when they were read
         self.trained: list[str] = []
         self._tensors: list[Shard] = []
-        self._adapters: dict[int, int] = {}  # their places in it, by ``id``
+        # the number in `_tensors` of each sharded adapter parameter, by its ``id``
+        self._number_of_adapter: dict[int, int] = {}
         self._shells: dict[int, nn.Module] = {}
-        # Of FSDP1: the innermost wrapper around each module, by its ``id``; the
-        # outermost ones; and the one that is whole, until another is, or until the end.
+        # FSDP1's innermost wrapper around each module, by the module's ``id``
         self._units: dict[int, nn.Module] = {}
+        # FSDP1's outermost wrappers that were not made whole yet
         self._outermost: list[nn.Module] = []
+        # the FSDP1 wrapper whose parameters are whole now
         self._unit: nn.Module | None = None
         self._whole = contextlib.ExitStack()
 
@@ -121,20 +123,20 @@ class Gathering:
                     fqn=fqn,
                 )
             held = held_of(tensor.module, tensor.name, tensor.parameter)
-            found[key] = self._promise(tensor, was, held, original)
+            found[key] = self._lazy_original(tensor, was, held, original)
 
         for tensor in tree.tensors:
             key = id(tensor.parameter)
             if key not in found and is_sharded_tensor(tensor.parameter):
-                self._adapters[key] = self._add(tensor, None)
+                self._number_of_adapter[key] = self._add(tensor, None)
 
         return found
 
     def shell(self, module: nn.Module) -> nn.Module:
         """Return a copy of one of PEFT's modules, of which sharded parameters are promised.
 
-        Inside `lead` they can be read. What it wraps is the live module; the same
-        module gives the same copy.
+        Inside `lead` they can be read. The module that it wraps is not copied. Two calls
+        with one module return one copy.
         """
         if not self.is_sharded:
             return module
@@ -155,7 +157,7 @@ class Gathering:
         # FSDP1 registers the parameters of the live module again when it gathers them
         parameters = vars(shell)["_parameters"]
         for name, parameter in [*parameters.items()]:
-            index = self._adapters.get(id(parameter))
+            index = self._number_of_adapter.get(id(parameter))
             if index is not None:
                 # FSDP1 tells the shape when the whole is there
                 shape = self._tensors[index].shape or self._read(index).shape
@@ -167,7 +169,7 @@ class Gathering:
     def _read(self, index: int) -> Tensor:
         """Return the whole of a parameter, on rank 0, which lets the others gather it too."""
         with self._together(self._tensors[index].fqn):
-            _tell(index)
+            _from_rank_0(index)
             gathered: Tensor = self._gather(index)
             return gathered
 
@@ -203,15 +205,14 @@ class Gathering:
         if is_partition(one.parameter):
             zero: Any = sys.modules["deepspeed"].zero
             with zero.GatheredParameters([one.parameter]):
-                # the partition gets other memory, and leaves this to whoever holds it
+                # DeepSpeed then gives the parameter other memory: this tensor keeps the gathered one
                 return one.parameter.detach().as_subclass(Tensor)
 
         tensor = one.parameter.detach()
-        kind = tensor.device_mesh.device_type
-        if (
-            tensor.device.type != kind
-        ):  # offloaded: gathered where the ranks communicate
-            tensor = tensor.to(kind)
+        device_type = tensor.device_mesh.device_type
+        is_offloaded = tensor.device.type != device_type
+        if is_offloaded:  # the ranks communicate on the device
+            tensor = tensor.to(device_type)
         return tensor.full_tensor()
 
     def _open(self, unit: nn.Module | None) -> None:
@@ -242,7 +243,7 @@ class Gathering:
                 f"{error}"
             ) from error
 
-    def _promise(
+    def _lazy_original(
         self,
         tensor: NamedTensor,
         was: ParameterRecord,
@@ -255,24 +256,24 @@ class Gathering:
         """
         _refuse_lost_scales(tensor, was)
         parameter = tensor.parameter
-        stored = None
-        if isinstance(held, ParameterStorage) and held.converts(parameter):
-            stored = held
+        cast_slot = None
+        if isinstance(held, ParameterStorage) and held.stores_other(parameter):
+            cast_slot = held
         shape = held.shape if isinstance(held, RuntimeState) else was.shape
         index = self._add(tensor, shape)
 
         def read() -> Tensor:
             """Read the whole; a frozen one must hold what was recorded, a trained one is noted."""
             value = self._read(index)
-            if stored is not None:
-                value = stored.original_of(value)
+            if cast_slot is not None:
+                value = cast_slot.original_of(value)
             if original.differs(was, value):
                 if not parameter.requires_grad:
-                    raise self._error(drift_of(tensor.fqn), fqn=tensor.fqn)
+                    raise self._error(drift_message(tensor.fqn), fqn=tensor.fqn)
                 self.trained.append(tensor.fqn)
             return value
 
-        dtype = parameter.dtype if stored is None else stored.dtype
+        dtype = parameter.dtype if cast_slot is None else cast_slot.dtype
         whole = self._tensors[index].shape or shape
         promised = _lazy_class(was.quantized_class)(whole, dtype, read)
         if was.quant_state is not None:
@@ -336,8 +337,9 @@ class Gathering:
         def once() -> Iterator[T]:
             yield read()
 
+        # rank 0 has the result; the others have none, and receive it
         results = [*self.lead_each(once())]
-        return _tell(results[0] if results else None)  # type: ignore[no-any-return]
+        return _from_rank_0(results[0] if results else None)  # type: ignore[no-any-return]
 
     def lead_each(self, values: Iterator[T]) -> Iterator[T]:
         """Hand out ``values`` on rank 0 while all other ranks help to gather.
@@ -363,20 +365,21 @@ class Gathering:
             failure = kind, str(error) or type(error).__name__
             raise
         finally:
-            # Where a rank is gone these calls fail too: the error that is raised says so.
-            lost = () if failure is None else (RuntimeError,)
-            with contextlib.suppress(*lost):
-                _tell(failure)
-            with contextlib.suppress(*lost):
+            # After a failure a rank may be gone, and these calls fail too: the first
+            # failure is the one that is raised.
+            ignored = () if failure is None else (RuntimeError,)
+            with contextlib.suppress(*ignored):
+                _from_rank_0(failure)
+            with contextlib.suppress(*ignored):
                 self._open(None)
 
     def _follow(self) -> None:
         """Gather each tensor whose number rank 0 tells, and raise the error that ended it there."""
         with self._together("what rank 0 announces"):
-            told = _tell(None)
+            told = _from_rank_0(None)
             while isinstance(told, int):
                 self._gather(told)
-                told = _tell(None)
+                told = _from_rank_0(None)
             self._open(None)
         if told is not None:
             error, words = told
@@ -409,8 +412,8 @@ def _lazy_class(quantized_class: type[Tensor] | None) -> type[LazyTensor]:
     return type(f"Lazy{quantized_class.__name__}", (LazyTensor, quantized_class), {})
 
 
-def _tell(message: Any) -> Any:
-    """Send a message from rank 0 to all ranks, and return it there.
+def _from_rank_0(message: Any) -> Any:
+    """Return, on every rank, the message that rank 0 passes.
 
     What the others pass is ignored.
     """
@@ -428,7 +431,7 @@ def _whole_unit(unit: Any) -> Any:
 
 
 def _fsdp1_units(inside: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """Return FSDP1's outermost wrapper around a module, and the innermost of each in it.
+    """Return the outermost FSDP1 wrapper around a module, and the innermost of each module inside.
 
     The innermost are by the ``id`` of the module that they are around.
     """

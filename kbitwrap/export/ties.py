@@ -17,33 +17,34 @@ from ..tensors.bits import content_digest
 from ..tensors.lazy import LazyTensor, materialize, values_of
 from .plain import parameter_of
 
-Places = list[list[Place]]
-"""For each parameter that has several, its places."""
+Ties = list[list[Place]]
+"""For each parameter that has several places, these."""
 _FLAG = "tie_word_embeddings"
 
 
 def settle_ties(
     model: nn.Module,
-    places: Places,
+    groups: Ties,
     delta_of: Callable[[nn.Module, str], Hashable],
 ) -> None:
     """Tie each group again whose weights are equal.
 
-    One flag of a config speaks for all groups: if one differs, all are untied. Weights to which one delta is
-    added are equal, though the products that compute it may be rounded apart:
+    One flag of a config speaks for all groups: if one differs, all are untied. Tied weights
+    that get one delta count as equal, even if its products are rounded differently:
     ``delta_of`` returns what identifies the delta of a module's parameter, or ``None``.
     """
     is_untied = False
-    for group in places:
+    for group in groups:
         tensors = [parameter_of(module, name) for module, name in group]
-        different = {id(tensor): tensor for tensor in tensors}.values()
-        if len(different) == 1:
+        distinct = {id(tensor): tensor for tensor in tensors}.values()
+        if len(distinct) == 1:
             continue
-        # by what is added, where that is known and the same at all places, else by the values
-        facts = {delta_of(module, name) for module, name in group}
-        if None in facts or len(facts) > 1:
-            facts = {content_digest(materialize(tensor)) for tensor in different}
-        if len(facts) > 1:
+        deltas = {delta_of(module, name) for module, name in group}
+        are_equal = len(deltas) == 1 and None not in deltas
+        if not are_equal:
+            digests = {content_digest(materialize(tensor)) for tensor in distinct}
+            are_equal = len(digests) == 1
+        if not are_equal:
             is_untied = True
             continue
 
@@ -51,7 +52,7 @@ def settle_ties(
             vars(module)["_parameters"][name] = tensors[0]
 
     if is_untied:
-        for group in places:
+        for group in groups:
             for module, name in group[1:]:
                 untie(module, name)
         _untie_configs(model)

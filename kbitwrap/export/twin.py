@@ -36,7 +36,7 @@ from ..preparation.preparation import Preparation
 from ..preparation.state import Original
 from ..tensors.bits import content_digest
 from ..tensors.lazy import materialize
-from .sharding import Gathering, drift_of
+from .sharding import Gathering, drift_message
 
 # The attributes that PEFT, and transformers' own use of it, leave on the base model.
 _ADAPTER_ATTRIBUTES = ("peft_config", "_hf_peft_config_loaded", "active_adapter")
@@ -251,7 +251,7 @@ def build_twin(
 
     twin = copier.twin()
     for fqn in found.drifted:
-        raise ExportError(drift_of(fqn), fqn=fqn)
+        raise ExportError(drift_message(fqn), fqn=fqn)
 
     return twin
 
@@ -292,7 +292,7 @@ def _as_one(memory: SharedMemory) -> _Promised:
     layouts = set()
     for storage in memory.storages:
         parameter = storage.record.live()
-        if parameter is not None and storage.converts(parameter):
+        if parameter is not None and storage.stores_other(parameter):
             originals[id(parameter)] = storage.original(parameter)
             layouts.add(storage.layout)
 

@@ -47,12 +47,12 @@ class NotRepeatedError(Exception):
     """The blocks of a kind do not all do the same, or not one after the other: all have to be run."""
 
 
-class Part(NamedTuple):
-    """A block.
+class BlockId(NamedTuple):
+    """A block, by the number of its stack and its own number in the whole model.
 
     Attributes:
         stack: The number of its stack.
-        number: Its own in the whole model.
+        number: Its own number.
     """
 
     stack: int
@@ -74,7 +74,7 @@ class Stack:
         kept: The numbers in the whole model of the blocks that are left.
         parts: For each block of the whole model, the one that stands for it: itself, or
             the second of its kind.
-        twins: For each block that stands for others, the next of its kind, which must
+        neighbours: For each block that stands for others, the next of its kind, which must
             do the same.
     """
 
@@ -86,28 +86,28 @@ class Stack:
         self._config = config
         self.kinds = kinds
         self.kept = list(range(len(kinds)))
-        self.parts = [Part(number, index) for index in self.kept]
-        self.twins: dict[Part, Part] = {}
+        self.parts = [BlockId(number, index) for index in self.kept]
+        self.neighbours: dict[BlockId, BlockId] = {}
 
     @property
     def is_cut(self) -> bool:
         """Whether blocks are left out."""
         return len(self.kept) < len(self.kinds)
 
-    def keep(self, num_inner: int) -> None:
+    def cut(self, num_inner: int) -> None:
         """Leave out blocks: number the others from 0, and make the config one of so many.
 
         Args:
-            num_inner: How many between the first and the last of each kind are kept. It
-                may be called again with fewer.
+            num_inner: How many between the first and the last of each kind are kept.
+                A second call may keep fewer.
         """
         wanted = list(range(len(self.kinds)))
         for kind in set(self.kinds):
             of_kind = [number for number in wanted if self.kinds[number] == kind]
             left_out = of_kind[num_inner + 1 : -1]
-            if left_out:
-                one, other = (Part(self._number, number) for number in of_kind[1:3])
-                self.twins[one] = other
+            if left_out:  # the second stands for them, and the third must do the same
+                one, other = (BlockId(self._number, number) for number in of_kind[1:3])
+                self.neighbours[one] = other
                 for number in left_out:
                     wanted.remove(number)
                     self.parts[number] = one
@@ -162,7 +162,7 @@ class Blocks:
         self.is_tried = False
         if not is_exact:
             for stack in self.stacks:
-                stack.keep(_INNER + 1)
+                stack.cut(_INNER + 1)
 
     @property
     def is_cut(self) -> bool:
@@ -179,28 +179,28 @@ class Blocks:
         """The number of the blocks of the whole model."""
         return sum(len(stack.kinds) for stack in self.stacks)
 
-    def _parts(self) -> Iterator[tuple[nn.Module, Part]]:
+    def _parts(self) -> Iterator[tuple[nn.Module, BlockId]]:
         """Yield the kept blocks."""
         for stack in self.stacks:
             for number, block in zip(stack.kept, stack.blocks, strict=True):
                 yield block, stack.parts[number]
 
     @property
-    def _twins(self) -> dict[Any, Part]:
+    def _neighbours(self) -> dict[Any, BlockId]:
         """For each block that stands for others, the next of its kind."""
-        found: dict[Any, Part] = {}
+        found: dict[Any, BlockId] = {}
         for stack in self.stacks:
-            found |= stack.twins
+            found |= stack.neighbours
         return found
 
-    def owners(self) -> dict[int, Part]:
+    def owners(self) -> dict[int, BlockId]:
         """Return the block that each module in a block lies in, by the id of the module."""
-        found: dict[int, Part] = {}
+        found: dict[int, BlockId] = {}
         for block, part in self._parts():
             found |= dict.fromkeys(map(id, block.modules()), part)
         return found
 
-    def whole(self, by_part: Mapping[Part | None, T]) -> Iterator[T]:
+    def whole(self, by_part: Mapping[BlockId | None, T]) -> Iterator[T]:
         """Yield one value for each block of the whole model, from those of the kept blocks.
 
         Args:
@@ -208,10 +208,10 @@ class Blocks:
                 no block.
 
         Yields:
-            The value of ``None`` first, then those of the blocks; of a block that has
-            none, nothing.
+            The value of ``None`` first, then one for each block of the whole model; a
+            block without a value is skipped.
         """
-        parts: list[Part | None] = [None]
+        parts: list[BlockId | None] = [None]
         for stack in self.stacks:
             parts += stack.parts
         for part in parts:
@@ -244,7 +244,9 @@ class Blocks:
                 hooks.callback(after.remove)
             yield
 
-    def expect_repeated(self, with_more: Ledger, run: Callable[[], Ledger]) -> Ledger:
+    def drop_one_and_compare(
+        self, with_more: Ledger, run: Callable[[], Ledger]
+    ) -> Ledger:
         """Leave out one block of each kind, and see that what is left tells the step with more.
 
         Args:
@@ -261,7 +263,7 @@ class Blocks:
         wanted = []
         for stack in self.stacks:
             before = stack.kept
-            stack.keep(_INNER)
+            stack.cut(_INNER)
             wanted.append([stack.parts[number] for number in before])
         ledger = run()
         told = self.whole_step(ledger, wanted)
@@ -271,7 +273,7 @@ class Blocks:
         return ledger
 
     def whole_step(
-        self, ledger: Ledger, wanted: list[list[Part]] | None = None
+        self, ledger: Ledger, wanted: list[list[BlockId]] | None = None
     ) -> list[Span]:
         """Tell the spans of the step of a model with other blocks than those that were run.
 
@@ -293,24 +295,24 @@ class Blocks:
         spans = []
         for mark, events in ledger.spans:
             freed = {storage.origin for storage, number in events if number < 0}
-            times = {}
+            # A span outside of the blocks, as of the loss, may free what the second and the
+            # third block of a kind made. Then it frees as much of each block that the
+            # second stands for. A span of these two is repeated already.
+            count_of = {}
             for origin in freed:
-                other = self._twins.get(origin.part)
-                # Where a span outside of the blocks, as of the loss, frees what the second
-                # and the third block of a kind made, it frees as much of every block that
-                # the second stands for. A span of these two is repeated already.
+                other = self._neighbours.get(origin.part)
                 is_of_all = origin._replace(part=other) in freed
                 if other and is_of_all and mark.part not in (origin.part, other):
-                    times[origin] = counts[origin.part]
+                    count_of[origin] = counts[origin.part]
             counted = []
             for storage, number in events:
                 if number < 0:
-                    number *= times.get(storage.origin, 1)
+                    number *= count_of.get(storage.origin, 1)
                 counted.append((storage, number))
             spans.append(Span(mark, counted))
         by_mark = {span.mark: span for span in spans}
         for span in spans:
-            other = self._twins.get(span.mark.part)
+            other = self._neighbours.get(span.mark.part)
             same = by_mark.get(span.mark._replace(part=other))
             if other and (same is None or _effect(span) != _effect(same)):
                 raise NotRepeatedError(f"two blocks of one kind differ in {span.mark}")
@@ -318,7 +320,7 @@ class Blocks:
         done = set()
         for span in spans:
             phase, part, turn = span.mark
-            if not isinstance(part, Part) or not self.stacks[part.stack].is_cut:
+            if not isinstance(part, BlockId) or not self.stacks[part.stack].is_cut:
                 result.append(span)
                 continue
             one_pass = phase, part.stack, turn
@@ -354,7 +356,9 @@ def _outermost(
 
 
 def _is_numbered(num_blocks: int, config: Any, holder: nn.Module) -> bool:
-    """Return whether a model tells blocks of a stack apart by their numbers, such as those that attend to whole images.
+    """Return whether a model treats blocks of a stack differently by their numbers.
+
+    Vision models list those that attend to the whole image.
 
     Args:
         num_blocks: How many blocks the stack has.

@@ -50,7 +50,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # where two hooks wrap one loader, the outer one, which runs first, has removed this
+            # If two hooks wrapped one loader, the outer one has removed the attribute.
             vars(loader).pop("exec_module", None)
             execute(module)
             hook(module)

@@ -16,11 +16,11 @@ from torch import Tensor
 TRL_VERSION = "trl 1.16."  # whose kernels are followed
 
 
-def _write(tile: Tensor, *args: Any, **_: Any) -> None:
-    """Stand for the launch of a kernel: make its floating-point outputs values that are not known.
+def _launch_nothing(tile: Tensor, *args: Any, **_: Any) -> None:
+    """Stand in for the launch of a kernel: mark its floating-point arguments as unknown.
 
-    The tile depends on activations, so what is written with an element of it counts as not
-    known too. The kernel allocates nothing; the Python around it does, and runs.
+    They get an element of the tile, whose values are unknown because they depend on
+    activations. The kernel allocates nothing; the Python around it does, and runs.
     """
     if tile.numel():
         for value in args:
@@ -54,7 +54,7 @@ def fused_heads_on_cuda() -> Iterator[None]:
             add_in_float32(total, left, right)
 
     # A launch is written ``kernel[grid](...)``.
-    launches: Any = defaultdict(lambda: _write)
+    launches: Any = defaultdict(lambda: _launch_nothing)
     replacements = {
         "_use_triton": uses_triton,
         "_forward_kernel": launches,

@@ -59,8 +59,8 @@ class Storage:
         num_bytes: Its bytes, as an allocator counts them.
         kind: One of ``KINDS``.
         origin: Where in the step it was made.
-        place: The same of blocks that do the same: phase, stack and turn, and the number
-            of the event.
+        place: Phase, stack, turn and the number of the event: equal for the same storage
+            of blocks that do the same.
     """
 
     num_bytes: int
@@ -70,7 +70,7 @@ class Storage:
 
 
 Events = list[tuple[Storage, int]]
-"""Storages in the order in which they are made (1) or freed (-1; -n: one for n of them)."""
+"""Storages in the order of what is done: 1 makes one; -1 frees it; -n frees n like it."""
 
 
 def sizes_of(storages: Iterable[Storage]) -> Sizes:

@@ -23,7 +23,7 @@ LOADING_HIGHEST = "loading the model takes more than the step, and is what has t
 """The note on a prediction whose model takes more while it is loaded."""
 
 
-COPIES = 1
+COPIES_WHILE_QUANTIZED = 1
 """How often a device holds a weight while it is quantized; twice where transformers 4 loaded it."""
 
 _PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
@@ -88,13 +88,13 @@ def loading_of(model: Any) -> Loading | None:
         parameter = loaded.parameter
         whole = parameter.unpacked if is_built(parameter) else parameter
         largest = max(largest, (whole if quantizes else parameter).nbytes)
-        turned = loaded.is_merged, loaded.is_transposed
-        key = type(parameter), whole.shape, whole.dtype, turned
+        layout = loaded.is_merged, loaded.is_transposed
+        key = type(parameter), whole.shape, whole.dtype, layout
         if key not in known:
             known[key] = _events(loaded, quantizes)
-        ahead, turn = known[key]
-        read.append((parameter, ahead))
-        turns.append((parameter, turn))
+        before_all, own_events = known[key]
+        read.append((parameter, before_all))
+        turns.append((parameter, own_events))
     for buffer in model.buffers():
         turns.append((buffer, [(storage_of(buffer.nbytes), 1)]))
     return Loading(read + turns, largest)
@@ -202,9 +202,10 @@ def _events(loaded: _Loaded, quantizes: bool) -> tuple[Events, Events]:
     parameter = loaded.parameter
     if not is_built(parameter):
         tensor = storage_of(parameter.nbytes)
-        parts = [storage_of(parameter.nbytes)] if loaded.is_merged else []
-        read = [(one, 1) for one in parts or [tensor]]
-        made = [(tensor, 1), *((one, -1) for one in parts)] if parts else []
+        read, made = [(tensor, 1)], []
+        if loaded.is_merged:
+            parts = storage_of(parameter.nbytes)
+            read, made = [(parts, 1)], [(tensor, 1), (parts, -1)]
         return ([], read + made) if quantizes else (read, made)
     turn = _quantized(loaded)
     if quantizes:
@@ -231,7 +232,8 @@ def _quantized(loaded: _Loaded) -> Events:
     watch.enter(FORWARD)
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
         weights = [
-            torch.empty(shape, dtype=whole.dtype, device="cpu") for _ in range(COPIES)
+            torch.empty(shape, dtype=whole.dtype, device="cpu")
+            for _ in range(COPIES_WHILE_QUANTIZED)
         ]
         weight = weights[-1].T if loaded.is_transposed else weights[-1]
         made = quantize_weight(loaded.parameter, weight)

@@ -335,16 +335,18 @@ class StepPredictor:
             batch_size: Sequences in the batch.
             seq_len: Tokens in a sequence.
         """
-        limit = parse_bytes(budget)
+        budget_bytes = parse_bytes(budget)
         try:
             step = self._step(batch_size, seq_len)
-        except TooLongError:  # some positions of the model's own longest are taken
+        except (
+            TooLongError
+        ):  # the model keeps some positions of its own longest for itself
             return False
-        if max(step.peak_bytes, self._loading_bytes or 0) > limit:
+        if max(step.peak_bytes, self._loading_bytes or 0) > budget_bytes:
             return False
-        if step.reserved is not None and step.reserved.most > limit:
+        if step.reserved is not None and step.reserved.most > budget_bytes:
             try:
-                self._replay(step, limit)
+                self._replay(step, budget_bytes)
             except MemoryError:
                 return False
         return True
@@ -357,8 +359,8 @@ class StepPredictor:
         limit: int,
     ) -> int:
         """Find the largest number whose step fits a budget that holds what loading takes."""
-        limit_bytes = parse_bytes(budget)
-        if (self._loading_bytes or 0) > limit_bytes:
+        budget_bytes = parse_bytes(budget)
+        if (self._loading_bytes or 0) > budget_bytes:
             return 0
 
         def peak_bytes(number: int) -> int:
@@ -367,15 +369,17 @@ class StepPredictor:
                 return max(held, default=0)
             try:
                 return self._step(*batch(number)).peak_bytes
-            except TooLongError:  # some positions of the model's own longest are taken
+            except (
+                TooLongError
+            ):  # the model keeps some positions of its own longest for itself
                 return _OVER_EVERY_BUDGET
 
-        most = largest(peak_bytes, limit_bytes, numbers, limit)
-        if most == 0 or self.fits(limit_bytes, *batch(most)):
+        most = largest(peak_bytes, budget_bytes, numbers, limit)
+        if most == 0 or self.fits(budget_bytes, *batch(most)):
             return most
         # What is reserved beside tensors allows less, and does not grow as evenly.
         return bisect_left(
-            range(1, most), True, key=lambda n: not self.fits(limit_bytes, *batch(n))
+            range(1, most), True, key=lambda n: not self.fits(budget_bytes, *batch(n))
         )
 
     @property
@@ -414,7 +418,7 @@ class StepPredictor:
         return self._steps[key]
 
     def _run(self, batch_size: int, seq_len: int) -> Step:
-        """Run the step of a batch, with all blocks where some do not tell the others."""
+        """Run the step of a batch; if the kept blocks do not tell the others, run all."""
         simulated = self._simulated
         blocks = simulated.blocks
         what = f"the step of {simulated.name} cannot be followed"

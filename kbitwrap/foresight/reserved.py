@@ -41,8 +41,9 @@ def replay(
 ) -> Reserved:
     """Let an allocator make and free what a run does.
 
-    Blocks that do the same are told apart by what they free: the last storage that was
-    made at the same place of a block, or else the first one of the same bytes.
+    Spans that stand for several blocks of the model free storages that were not followed
+    one by one. The newest that was made at the same place is freed, or else the oldest of
+    the same bytes.
 
     Args:
         loading: What loading the model makes and frees.
@@ -84,17 +85,18 @@ def replay(
         allocator.allocate(kept_bytes)
     prepared = allocator.reserved_bytes
 
-    # What is held that the model does not hold was of no use to it: it makes the rest.
-    others = Counter(step.static)
+    # Free what the model does not hold when the step begins, and allocate what it holds
+    # beside that.
+    still_needed = Counter(step.static)
     for blocks in held.values():
         for storage, block in blocks.items():
-            if others[storage.num_bytes]:
-                others[storage.num_bytes] -= 1
+            if still_needed[storage.num_bytes]:
+                still_needed[storage.num_bytes] -= 1
             else:
                 allocator.free(block)
-    for num_bytes in others.elements():
+    for num_bytes in still_needed.elements():
         allocator.allocate(num_bytes)
-    # what a first step makes and keeps
+    # workspaces and the optimizer's state, which the first step makes and keeps
     lasting = {
         FORWARD: [WORKSPACE_BYTES[0]],
         BACKWARD: [WORKSPACE_BYTES[0]],

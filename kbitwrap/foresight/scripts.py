@@ -32,7 +32,7 @@ def instead_of_training(
     Nothing is trained, and the code that builds the trainer is not changed. Unless
     ``loads``, ``from_pretrained`` of transformers' models reads no weights: a model has
     the shapes and dtypes of the one that would be loaded, and lies on the meta device.
-    PEFT's ``prepare_model_for_kbit_training`` freezes, and is told.
+    PEFT's ``prepare_model_for_kbit_training`` only freezes; its arguments are recorded.
 
     Args:
         act: Called with the trainer and the settings of ``predict_step`` for it; it
@@ -137,7 +137,7 @@ class _LibraryPatches:
         self.replace(module.PeftModel, "add_adapter", add)
 
     def record_preparation(self, module: ModuleType) -> None:
-        """Let PEFT's function freeze, and be told of what else it was to do."""
+        """Let PEFT's function only freeze, and record its arguments for the prediction."""
         for name in (module.__name__, "peft.utils", "peft.utils.other"):
             place = sys.modules[name]
             self.replace(place, "prepare_model_for_kbit_training", _record)

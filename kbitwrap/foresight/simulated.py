@@ -175,7 +175,7 @@ class SimulatedModel:
         blocks: Those of its blocks that are kept.
         has_int8: Whether it has 8-bit layers, and computes as on CUDA.
         loading: What loading allocates; ``None`` where it is not known.
-        loaded: The same; the tensors alone where it is not known.
+        loaded: The events of ``loading``; if that is not known, one for each tensor.
         casts: The parameters that preparing casts, in order; ``None`` where it empties
             the allocator's cache.
         warnings: What a user has to know of the preparation.
@@ -248,7 +248,7 @@ class SimulatedModel:
             self.warnings = self._preparation.plan.warnings
             empties_cache = config.empty_cache
         self.casts: list[Any] = [one for one in sizes if one.nbytes > sizes[one]]
-        if self._preparation is not None:  # which casts the largest first
+        if self._preparation is not None:  # kbitwrap casts the largest first
             self.casts.sort(key=lambda one: -one.nbytes)
         if empties_cache:
             self.casts.append(None)

@@ -18,7 +18,7 @@ from ..model.tree import ModelTree
 from . import cuda
 from .adapters import with_adapters
 from .batch import Inputs, make_batch
-from .blocks import Blocks, Part
+from .blocks import BlockId, Blocks
 from .fakes import FakeModel
 from .ledger import (
     INPUTS,
@@ -88,10 +88,13 @@ class Trace(NamedTuple):
             NotRepeatedError: The blocks that are left out cannot be told from the
                 others.
         """
-        by_part = defaultdict[Part | None, list[Storage]](list, {None: []})
+        by_part = defaultdict[BlockId | None, list[Storage]](list, {None: []})
         inputs: list[Storage] = []
         for storage, part in self.ledger.holders.items():
-            (inputs if storage.kind == INPUTS else by_part[part]).append(storage)
+            if storage.kind == INPUTS:
+                inputs.append(storage)
+            else:
+                by_part[part].append(storage)
         storages = list(self.blocks.whole(by_part))
         root, *units = map(sizes_of, storages)
         state = list(self.state.holders)
@@ -159,7 +162,7 @@ class StepRecorder(contextlib.ExitStack):
         owners = self._blocks.owners()
         self.trained = ()
         # by stack, or alone
-        found: dict[Any, dict[Part | None, list[Shape]]] = {}
+        found: dict[Any, dict[BlockId | None, list[Shape]]] = {}
         for module in self._model.modules():
             part = owners.get(id(module))
             place = module if part is None else part.stack
@@ -294,8 +297,9 @@ def trace(
             held = held_bytes()
             ledger = run()
             if held != held_bytes():
-                ledger = run()  # a longer sequence may leave more
+                # a longer sequence left more on the modules: run again from there
+                ledger = run()
             if blocks.is_cut and not blocks.is_tried:
-                ledger = blocks.expect_repeated(ledger, run)
+                ledger = blocks.drop_one_and_compare(ledger, run)
         state, last = runner.optimizer(fakes.mode, recorder.trained)
     return Trace(ledger, blocks, recorder.trained, state, last)

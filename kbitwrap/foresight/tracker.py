@@ -141,7 +141,7 @@ class Watch(TorchDispatchMode):
         self.enter(self.phase, part)
 
     def _kind(self, arguments: Any, output: Tensor) -> str:
-        """Return the kind of what an operation made: if it is computed of weights alone, a copy of weights."""
+        """Return the kind of what an operation made; what weights alone give is a dequantized weight."""
         if self.phase == OPTIMIZER_STEP:
             return OPTIMIZER
         inputs = [self._known(tensor) for tensor in tensors_in(arguments)]
@@ -166,7 +166,7 @@ class Watch(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         name = func.name()
-        # modes of functions have had their say
+        # the function modes ran before this dispatch mode
         with torch._C.DisableTorchFunction():
             self.follow_phase()
             if name in DECOMPOSED:

@@ -15,7 +15,7 @@ from .ledger import DEQUANTIZED, FORWARD
 from .reserved import WORKSPACE_BYTES
 
 if TYPE_CHECKING:
-    from .blocks import Blocks, Part
+    from .blocks import BlockId, Blocks
     from .trace import Step
 
 THREADS = 2  # the caller's, and that of autograd
@@ -71,14 +71,24 @@ def unknowns(
             - least
             - rounded_up(sampled, ALLOCATION_BYTES)
         )
-        what = "blocks of the allocator that are longer than what they hold, as many as a run happens to get"
-        found.append(Unknown(what, 0, longer))
+        found.append(
+            Unknown(
+                "blocks of the allocator that are longer than what they hold, as many as a run happens to get",
+                0,
+                longer,
+            )
+        )
     dequantized = 0
     if step.phases.get(FORWARD) == step.peak_bytes:
         dequantized = step.by_kind.get(DEQUANTIZED, 0)
     if dequantized and tokens <= FUSED_TOKENS:
-        what = f"weights dequantized in the forward pass, which a fused kernel may spare up to {FUSED_TOKENS} tokens"
-        found.append(Unknown(what, -dequantized, 0))
+        found.append(
+            Unknown(
+                f"weights dequantized in the forward pass, which a fused kernel may spare up to {FUSED_TOKENS} tokens",
+                -dequantized,
+                0,
+            )
+        )
     if sampled:
         found.append(
             Unknown(
@@ -102,7 +112,7 @@ def unknowns(
 def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
     """Return the bytes of a sample of every parameter that was there before the adapters, at most."""
     owners = blocks.owners()
-    by_part: Counter[Part | None] = Counter()
+    by_part: Counter[BlockId | None] = Counter()
     for module in model.modules():
         part = owners.get(id(module))
         for parameter in module._parameters.values():

@@ -322,8 +322,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
     def _compare(self, state: TrainerState) -> None:
         """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
-        # by the name of a class, which may be derived from this one; several are a list,
-        # and of several records the last counts
+        # The state of each callback is saved under the name of its class, or as a list
+        # where there are several. The last record counts.
         expected, numerics = None, {}
         for saved in vars(state)["stateful_callbacks"].values():
             for one in saved if isinstance(saved, list) else [saved]:
@@ -390,7 +390,7 @@ class SuspendedEvaluation(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        prepared = _prepared(self.model)
+        prepared = _unsuspended_wrapper(self.model)
         if prepared is not None and _has_adapters(self.model):
             prepared.adopt(self.model)
 
@@ -401,7 +401,7 @@ class SuspendedEvaluation(Trainer):
             StateError: Several processes train, and a trained parameter would change
                 its dtype.
         """
-        prepared = _prepared(self.model)
+        prepared = _unsuspended_wrapper(self.model)
         if prepared is None:
             return super().evaluation_loop(*args, **kwargs)
 
@@ -554,7 +554,7 @@ def _refuse_other_dtypes(prepared: KbitPreparedModel, model: _Model) -> None:
         )
 
 
-def _prepared(model: _Model) -> KbitPreparedModel | None:
+def _unsuspended_wrapper(model: _Model) -> KbitPreparedModel | None:
     """Return the wrapper that holds a model, unless it is suspended."""
     found = prepared_of(model)
     if found is None or found.state is LifecycleState.SUSPENDED:

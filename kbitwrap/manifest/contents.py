@@ -82,7 +82,7 @@ def read_contents(
         parameters = [
             fqn for fqn in originals if isinstance(live.get(fqn), nn.Parameter)
         ]
-        ties = _ties({fqn: originals[fqn] for fqn in parameters})
+        ties = _tie_groups({fqn: originals[fqn] for fqn in parameters})
         modules = dict(twin.named_modules())
         pending = [fqn for fqn, module in modules.items() if is_pending(module)]
         layers = {join(fqn, "weight"): modules[fqn] for fqn in pending}
@@ -137,37 +137,40 @@ def _record(
     tree: ModelTree | None = None,
     preparation: Preparation | None = None,
 ) -> TensorRecord:
-    """Record an original; ``live`` is the tensor of its name in the model, if any."""
+    """Record an original; ``live`` is the live model's tensor of that name, or ``None``."""
     kind, flag = "buffer", False
     if live is None:
         kind = "quantization"  # it is in the state dict, and nowhere in the model
     elif isinstance(live, nn.Parameter):
         kind, flag = "parameter", live.requires_grad
 
-    buffer = as_prepared = None
+    recorded_buffer = as_prepared = None
     if preparation is not None and tree is not None:
-        buffer = preparation.before.buffers.get(fqn)
+        recorded_buffer = preparation.before.buffers.get(fqn)
         known = tree.found(live)
         if known is not None:
             flag = preparation.before.flag(known)
             if preparation.after is not None:
                 as_prepared = preparation.after.parameters.get(known)
 
-    if buffer is None and not is_dense(original):
+    if recorded_buffer is None and not is_dense(original):
         raise ManifestError(
             f"{fqn}: expected a dense tensor, whose bytes can be read, found "
             f"{type(original).__name__} of {original.layout} and {original.dtype}; register "
             "a buffer that checkpoints do not need with persistent=False"
         )
 
-    digest = content_digest(values_of(original)) if buffer is None else buffer.digest()
-    one = original if buffer is None else buffer
-    prepared = as_prepared or {"dtype": one.dtype, "requires_grad": flag}
+    source: Any = original
+    if recorded_buffer is None:
+        digest = content_digest(values_of(original))
+    else:
+        source, digest = recorded_buffer, recorded_buffer.digest()
+    prepared = as_prepared or {"dtype": source.dtype, "requires_grad": flag}
     return TensorRecord(
         fqn=fqn,
         type=kind,
-        shape=tuple(one.shape),
-        original_dtype=dtype_name(one.dtype),
+        shape=tuple(source.shape),
+        original_dtype=dtype_name(source.dtype),
         prepared_dtype=dtype_name(prepared["dtype"]),
         requires_grad=flag,
         prepared_requires_grad=prepared["requires_grad"],
@@ -203,7 +206,7 @@ def _adapters(tree: ModelTree) -> dict[str, dict[str, Any]]:
                     name, _, _ = path.partition(".")
                     dtypes[name].add(dtype_name(parameter.dtype))
                 for name in container:
-                    dtypes[name]  # it is there without parameters of its own, too
+                    dtypes.setdefault(name, set())  # also without parameters of its own
 
     found = {}
     config_class = loaded_class("peft", "PeftConfig")
@@ -216,8 +219,8 @@ def _adapters(tree: ModelTree) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _ties(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number the groups of names that are one tensor.
+def _tie_groups(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of the group of each name whose tensor has others.
 
     They have the same memory, dtype, shape and stride.
     """

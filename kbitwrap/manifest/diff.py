@@ -48,7 +48,8 @@ def compare(
         pairs = {}
         for name in {**one, **other}:
             pair = one.get(name), other.get(name)
-            if pair[0] != pair[1] and (fqn or name not in ignored):
+            is_ignored = not fqn and name in ignored  # a value of the whole
+            if pair[0] != pair[1] and not is_ignored:
                 pairs[name] = pair
         if pairs:
             different[fqn] = pairs
@@ -76,17 +77,17 @@ def all_values(
 ) -> Values:
     """Return all values of tensors, but those left out.
 
-    The names of tied tensors, as ``"tied"``, stand for the number of their group, which
-    says nothing.
+    The number of a group of tied tensors is replaced by their names (``"tied"``): numbers
+    may differ between equal models.
     """
     groups: dict[int | None, list[str]] = {}
     for fqn, tensor in sorted(tensors.items()):
-        groups.setdefault(tensor.tie_group, []).append(fqn)
-    groups[None] = []
+        if tensor.tie_group is not None:
+            groups.setdefault(tensor.tie_group, []).append(fqn)
 
     found = {}
     for fqn, tensor in tensors.items():
-        values = {**vars(tensor), "tied": tuple(groups[tensor.tie_group])}
+        values = {**vars(tensor), "tied": tuple(groups.get(tensor.tie_group, ()))}
         for name in ("tie_group", *left_out):
             del values[name]
         found[fqn] = values

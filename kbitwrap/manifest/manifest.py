@@ -387,7 +387,7 @@ class Manifest(Report, ManifestPart):
         return of_whole(whole) | all_values(self.tensors)
 
     def essence(self) -> dict[str, Any]:
-        """Return the parts that training depends on, as plain JSON.
+        """Return what a resumed training must have in common with the first run, as plain JSON.
 
         Preparations with the same essence train alike.
 

@@ -21,7 +21,7 @@ from .wrappers import is_sharded_tensor
 class MemoryRef(StorageWeakRef):
     """A weak reference to memory.
 
-    A copy is the same object, because each object frees what it refers by.
+    Copying returns the same object: each object releases its weak reference once.
 
     It has no ``__init__`` of its own: an interrupt in one would leave an object that
     cannot be freed.
@@ -58,8 +58,8 @@ class TensorRef(NamedTuple):
 class ParameterRecord:
     """A parameter as it was at all of its places.
 
-    The address of the memory that it was last seen in is kept from being given to
-    another.
+    As long as the record lives, no other memory gets the address where the parameter was
+    last seen.
     """
 
     def __init__(

@@ -261,16 +261,16 @@ class Casts:
         """The norms that the precision computes in float32."""
         precision = self.config.precision
         if precision is Precision.NORMS:
-            blocks: tuple[str, ...] = ("",)
+            prefixes: tuple[str, ...] = ("",)  # every name begins with it
         elif precision is Precision.ADAPTED:
-            blocks = tuple(self.tree.adapted_blocks)
+            prefixes = tuple(self.tree.adapted_blocks)
         else:
             return []
         half_ids = {id(tensor.parameter) for tensor in self.castable}
         found: dict[nn.Module, Node] = {}
         for node in self.tree.base:
             ids = {id(one) for one in node.module._parameters.values()}
-            is_half = not ids.isdisjoint(half_ids) and node.fqn.startswith(blocks)
+            is_half = not ids.isdisjoint(half_ids) and node.fqn.startswith(prefixes)
             if is_half and is_norm(node.module, self.config.norm_modules):
                 found.setdefault(node.module, node)
         return [*found.values()]

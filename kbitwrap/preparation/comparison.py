@@ -64,9 +64,8 @@ def changes_of(
 ) -> Changes:
     """Find what became of the base.
 
-    First what is at the places of its parameters is told from what was, then the
-    values of those that are there. A parameter that changed was trained where it
-    requires grad, else it drifted.
+    First find the parameters that were replaced. Then compare the values of the others.
+    A parameter that changed was trained if it requires grad; else it drifted.
 
     Args:
         before: The record of the base.
@@ -78,35 +77,36 @@ def changes_of(
         The names, by what happened.
     """
     changes = Changes()
-    there = {}
-    live = {tensor.fqn: tensor for tensor in tree.base_tensors}
+    to_compare = {}
+    tensor_of = {tensor.fqn: tensor for tensor in tree.base_tensors}
     for fqn, record in before.base.items():
-        tensor = live.pop(fqn, None)
+        tensor = tensor_of.pop(fqn, None)
         owner = before.owners[fqn.rpartition(".")[0]]()
         if tensor is None:
-            changes.replaced[fqn] = _fate(owner, "is gone")
+            changes.replaced[fqn] = _reason(owner, "is gone")
         elif owner is not tensor.module or not _is_recorded(record, tensor, tree):
-            changes.replaced[fqn] = _fate(owner, "was replaced or resized")
+            changes.replaced[fqn] = _reason(owner, "was replaced or resized")
         elif id(tensor.parameter) not in tree.known:
             changes.not_compared.append(record.fqn)
+        # the codes of a quantized weight that is the recorded one are not compared
         elif record.quantized_class is None:
-            there[record] = tensor.parameter
+            to_compare[record] = tensor.parameter
 
-    for fqn, tensor in live.items():  # of a name that the base did not have
+    for fqn, tensor in tensor_of.items():  # of a name that the base did not have
         if not before.is_alias(tensor.module, tensor.name):
-            changes.replaced[fqn] = _fate(tensor.module, "was added")
+            changes.replaced[fqn] = _reason(tensor.module, "was added")
 
     holders = {one.record: one for one in held}
-    for record, parameter in there.items():
+    for record, parameter in to_compare.items():
         if _is_changed(before, record, parameter, holders.get(record)):
             names = changes.trained if parameter.requires_grad else changes.drifted
             names.append(record.fqn)
     return changes
 
 
-def _fate(module: nn.Module | None, what: str) -> str:
-    """Say what became of a module's parameter, unless its own library replaced it."""
-    return DECOMPRESSED if module and was_decompressed(module) else what
+def _reason(module: nn.Module | None, otherwise: str) -> str:
+    """Return ``DECOMPRESSED`` if a library decompressed the module, else another reason."""
+    return DECOMPRESSED if module and was_decompressed(module) else otherwise
 
 
 def _is_recorded(record: ParameterRecord, tensor: NamedTensor, tree: ModelTree) -> bool:
@@ -137,13 +137,13 @@ def _is_changed(
     """Whether a restore would give a parameter another value than recorded.
 
     An original that is kept is compared element by element. All values are compared by
-    samples, and by digests too, where these were asked for: what is kept may have
-    changed before it was.
+    samples, and by digests too, where these were asked for: an original that is held may
+    have been changed before it was taken.
     """
     storage = holder if isinstance(holder, ParameterStorage) else None
     value: torch.Tensor = parameter
     is_trained = torch.tensor(False)
-    if storage and storage.kept is not None and storage.converts(parameter):
+    if storage and storage.kept is not None and storage.stores_other(parameter):
         value = storage.kept
         is_trained = storage.compare(parameter.data)[0]
     # Samples are rounded to the recorded dtype, as a restore rounds what was cast.
@@ -238,10 +238,11 @@ def others_in(
             if is_sharded_tensor(parameter) or not _differences(was, now, ignored):
                 continue
         is_base = tensor.fqn in before.base
-        is_beside = record is None and tensor.fqn != tensor.path
+        # a copy inside a wrapper, under the base's name
+        is_in_wrapper = record is None and tensor.fqn != tensor.path
         if is_base:
             replaced.append(tensor.fqn)
-        if is_beside or not is_base:
+        if is_in_wrapper or not is_base:
             foreign.append(tensor.path)
 
     hooks = hooks_of(tree)

@@ -37,8 +37,8 @@ def find_again(before: Original, tree: ModelTree) -> None:
                 tree.sharded[id(shard)] = record
             elif seen is not None:
                 tree.known[id(seen)] = record
-            # One that is seen in a module outside of the model, as others may have taken
-            # the module out of it, is lost too.
+            # A parameter that is seen only in a module that was taken out of the model is
+            # lost too.
             if shard is None and (seen is None or id(seen) not in tree.ids):
                 lost.append(record)
 
@@ -59,14 +59,14 @@ def find_again(before: Original, tree: ModelTree) -> None:
 def _find_by_value(
     before: Original, tree: ModelTree, record: ParameterRecord, *, is_base: bool
 ) -> None:
-    """Find a parameter that has other memory now; what was an adapter's may have any value."""
+    """Find a parameter that has other memory now; the value of an adapter's is not compared."""
     there = tree.at_places(record)
-    named = None if there else _of_its_name(before, tree, record)
+    named = None if there else _tensor_of_name(before, tree, record)
     if named is not None:
         there = [named.parameter]
     if not there or there[0].shape != record.shape:
         return
-    if is_base and not _has_its_value(before, record, there[0]):
+    if is_base and not _is_recorded_value(before, record, there[0]):
         return
     if named is not None:
         record.moved(tree.places(named))
@@ -74,7 +74,7 @@ def _find_by_value(
     tree.known[id(there[0])] = record
 
 
-def _of_its_name(
+def _tensor_of_name(
     before: Original, tree: ModelTree, record: ParameterRecord
 ) -> NamedTensor | None:
     """Return the parameter of a record's name, in a module that is new."""
@@ -85,14 +85,14 @@ def _of_its_name(
         # record was there before, or in a suspension.
         is_marked = before.records.mark_of(tensor.module) is not None
         was_there = before.records.at(tensor.module, tensor.name) is not None
-        # trained though the original was frozen: somebody else's
+        # a trainable parameter whose original was frozen is somebody else's
         is_others = tensor.parameter.requires_grad and not before.flag(record)
         if not (is_marked or was_there or is_others):
             return tensor
     return None
 
 
-def _has_its_value(
+def _is_recorded_value(
     before: Original, record: ParameterRecord, parameter: nn.Parameter
 ) -> bool:
     """Return whether a parameter in other memory, as after a move to a device, is the recorded one by its value."""

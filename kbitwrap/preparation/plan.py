@@ -321,14 +321,14 @@ def _cached_by_peft(casts: Casts) -> int:
     return max(allocator.reserved_bytes - allocator.allocated_bytes - before, 0)
 
 
-def edits_of_adapters(casts: Casts, around: Casts) -> list[Edit]:
+def edits_of_adapters(casts: Casts, casts_of_whole: Casts) -> list[Edit]:
     """Return the edits that depend on adapters, which may be made later.
 
     A forward that was replaced already is left alone.
 
     Args:
         casts: The casts of the model.
-        around: The casts of what was made of the model: adapters of prompt learning lie
+        casts_of_whole: The casts of what was made of the model: adapters of prompt learning lie
             outside.
     """
     of_heads = functools.partial(HeadForward, chunk_bytes=casts.config.head_chunk_bytes)
@@ -343,4 +343,4 @@ def edits_of_adapters(casts: Casts, around: Casts) -> list[Edit]:
             modules = [weakref.ref(node.module) for node in found]
             apply = compute_in_float32(modules, forward)
             edits.append(Edit("compute", fqns, apply, role=role))
-    return [*edits, *around.cast_adapters]
+    return [*edits, *casts_of_whole.cast_adapters]

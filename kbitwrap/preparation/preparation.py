@@ -199,7 +199,7 @@ class Preparation:
             with plain_mode():
                 self.journal.apply(edits, tree, doing, settle)
         except BaseException:
-            # An interrupt may come when all is done: then it stands.
+            # An interrupt may come after the last edit: then the preparation stands.
             if len(self.journal.slots) == num_slots:
                 self.plans, self.after = plans, after
             if not self.journal.slots:
@@ -300,16 +300,16 @@ class Preparation:
         Slots that failed stay in ``way_back``, and another call undoes them.
         """
         with plain_mode():
-            way_back.resume(self.tree())
+            way_back.undo_or_raise(self.tree())
 
-    def restoring(self, trained: TrainedPolicy) -> Callable[[], RestoreReport]:
-        """Read the model as it is prepared, before a restore.
+    def begin_restore(self, trained: TrainedPolicy) -> Callable[[], RestoreReport]:
+        """Read the prepared model, and return the call that restores it.
 
         Args:
             trained: The policy for values that changed while they were stored upcast.
 
         Returns:
-            The call that undoes everything, and may be made again after an interrupt.
+            The call, which may be made again after an interrupt.
 
         Raises:
             ConfigError: The originals that are to be put back are not held.
@@ -326,12 +326,12 @@ class Preparation:
             refuse_flat(tree)
             changes = self.changes(tree)
             changed = {*changes.trained, *changes.drifted}
-            # What is stored upcast is told by its own slot, which may hold the original.
+            # The slot of an upcast parameter reports it: the slot may hold the original.
             upcast = {}
             for one in self.journal.of(ParameterStorage):
-                if one.current() is not None:
+                if one.cast_parameter() is not None:
                     upcast[one.record.fqn] = one.record
-            # Some stayed in the journal where they were an error.
+            # A copy whose undo failed is still in the journal.
             copies = [*self.journal.of(Copy), *self.copies(tree)]
             with only_reading():
                 self._undone.turned_on += self.before.turned_on(tree)
@@ -342,8 +342,9 @@ class Preparation:
         def is_unreported(fqn: str) -> bool:
             """Return whether a changed parameter is to be reported.
 
-            It is where it still differs and its slot reported nothing. A slot that was made
-            after the change takes the changed value for the original.
+            It is if its slot did not report it, and its value still differs from the
+            recorded one. A slot that was made after the change took the changed value
+            for the original.
             """
             record = upcast.get(fqn)
             if record is None:
@@ -387,7 +388,7 @@ class Preparation:
                 failures=failures,
             )
         # The hold on the wrapper is what is left.
-        self.journal.resume(tree)
+        self.journal.undo_or_raise(tree)
 
     def _report(
         self,

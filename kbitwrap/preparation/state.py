@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..edits.checkpointing import CHECKPOINTING_ATTRIBUTES, input_gradient_hooks
 from ..edits.journal import MISSING
-from ..edits.norms import Float32Forward, forward_slot
+from ..edits.norms import Float32Forward, forward_attribute
 from ..model.records import ParameterRecord, TensorRef
 from ..model.tree import ModelTree, join, only_reading
 from ..tensors.bits import begin_digest, content_digest, is_dense
@@ -207,7 +207,7 @@ def values_of_parameter(parameter: nn.Parameter) -> Values:
 def values_of_module(module: nn.Module) -> Values:
     """Return the attributes that a preparation sets on a module."""
     fields = vars(module)
-    forward = fields.get(forward_slot(module))
+    forward = fields.get(forward_attribute(module))
     held = [(name, fields[name]) for name in module._parameters if name in fields]
     values = {
         "forward": forward if isinstance(forward, Float32Forward) else None,

@@ -119,19 +119,19 @@ class Allocator:
                         self._add(left, right - left)
 
     def _best_fit(self, size: int) -> int | None:
-        """Return the smallest free block that holds so many bytes, of those that may."""
+        """Return the smallest free block that is large enough and may be split; ``None`` without one."""
         pool = self._pools[size <= _SMALL]
-        place = bisect_left(pool, (size,))
-        if place == len(pool):
+        index = bisect_left(pool, (size,))
+        if index == len(pool):
             return None
 
-        def room(place: int) -> int:  # with what it could expand to
-            found, address = pool[place]
+        def room(index: int) -> int:  # with what it could expand to
+            found, address = pool[index]
             return found + self._unmapped.get(address + found, 0)
 
-        while place + 1 < len(pool) and room(place + 1) < room(place):
-            place += 1
-        found, address = pool[place]
+        while index + 1 < len(pool) and room(index + 1) < room(index):
+            index += 1
+        found, address = pool[index]
         limit = self._most_split
         if size >= limit:
             limit = size + _LARGE_SEGMENT
@@ -146,6 +146,7 @@ class Allocator:
             self.empty_cache()
         if self.reserved_bytes + wanted > self._limit:
             raise MemoryError(f"{wanted:,} bytes more than {self.reserved_bytes:,}")
+        # Find the first run of free and unmapped addresses that is long enough.
         begin = end = 0
         for start in sorted(self._unmapped):
             begin = end = self._ends.get(start, start)

@@ -55,7 +55,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
 
 
 def _of_float32(name: str) -> Any:
-    """Make a method that reads memory, of a float32 copy: an upcast tensor has none."""
+    """Make a method that reads a float32 copy: an upcast tensor has no memory to read."""
 
     def method(self: UpcastTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.half_storage.detach().float(), name)(*args, **kwargs)
@@ -174,7 +174,7 @@ class UpcastTensor(Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it stands for a whole weight, as a frozen view may."""
+        """Whether it stands for a whole weight; a frozen view of all of it does too."""
         if self._layout is None:
             return True
         half = self.parameter
@@ -184,7 +184,7 @@ class UpcastTensor(Tensor):
 
     @property
     def half_storage(self) -> Tensor:
-        """The stored tensor, half, or float32 once it was written to.
+        """The stored tensor: half, or float32 after an operation wrote to it.
 
         It raises if the weight would silently not be trained.
         """
@@ -279,7 +279,7 @@ class UpcastTensor(Tensor):
         """Put another stand-in in front of a weight that was moved to another device."""
         moved = self.parameter
         if moved.device != self.device:
-            self.data = moved.data
+            self.data = moved.data  # the setter puts a new stand-in there
 
     @property
     def data(self) -> Tensor:
@@ -333,9 +333,10 @@ class UpcastTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation; see the module."""
+        """Run one operation on float32 copies; the docstring of this file says why."""
         kwargs = kwargs or {}
-        # Only in inference mode does an operation that is made of others arrive whole.
+        # In inference mode a composite operation arrives undivided; elsewhere autograd
+        # divided it before.
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
@@ -380,7 +381,7 @@ class UpcastTensor(Tensor):
 def _write(func: Any, args: Any, kwargs: Any, written: list[UpcastTensor]) -> Any:
     """Run an operation that writes to upcast tensors.
 
-    It writes to their storage, cast to float32 for good where that changes it.
+    If values change, the storage is cast to float32, and stays so.
     """
     copies = {tensor: tensor.half_storage.detach().float() for tensor in written}
 
@@ -424,8 +425,8 @@ def _product(func: Any, args: Sequence[Any], weight: UpcastTensor) -> Tensor:
     """Multiply by an upcast right-hand side, in pieces of whole columns: no sum is split."""
     half = weight.half_storage
     left = args[-1]
-    # The weight of a `HeadForward` has no owner. Its input is half only where the device
-    # multiplies half: then no float32 copy is made.
+    # Only `HeadForward` makes stand-ins without an owner. Where the device multiplies half
+    # tensors, its input stays half, and no float32 copy is made.
     is_head = func is aten.mm.default and weight.owner is None
     if is_head and left.dtype == half.dtype:
         return aten.mm.dtype(left, half, torch.float32)  # type: ignore[no-any-return]

@@ -121,6 +121,7 @@ def test_a_dequantized_base_is_compared_on_the_device_that_is_given(
     assert "are those of the base, dequantized" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_plan_reads_it_where_its_code_may_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", str(run / "base")]
     step = [*plan, "--step", "--seq", "32", "--precision", "norms"]

@@ -483,6 +483,7 @@ print(resident_peak(lambda: convert_checkpoint(folder / "in", folder / "out", dt
 """
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_a_few_pieces(tmp_path: Path) -> None:
     size = 8 << 20
     checkpoint(tmp_path / "small", {"a": torch.ones(4)})

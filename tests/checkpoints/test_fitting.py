@@ -108,6 +108,7 @@ def test_the_quantization_is_found_of_a_merge_of_another_adapter(tmp_path: Path)
     assert found.kind is QuantKind.NF4_DOUBLE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", every_other([0.0, float("nan")]))
 def test_a_first_weight_that_tells_nothing_leaves_the_next_to_tell(value: float, tmp_path: Path) -> None:
     base, adapter = make("llama", tmp_path, torch.bfloat16)

@@ -174,6 +174,7 @@ def test_a_broken_merge_is_a_finding_with_its_cause(
     assert str(report.merge).startswith(f"{called}: ")
 
 
+@pytest.mark.thorough
 def test_experts_that_hold_the_base_are_named(merges: Callable[[str], Run], tmp_path: Path) -> None:
     run = merges("mixtral")
     report = run.examine(change(run, tmp_path / "broken", without_experts))
@@ -184,6 +185,7 @@ def test_experts_that_hold_the_base_are_named(merges: Callable[[str], Run], tmp_
     assert report.merge.kept < 0.2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("scale", "cause"), [(0.0, "no delta"), (2.0, "the delta is doubled")])
 def test_one_expert_of_many_is_told(scale: float, cause: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -311,6 +313,7 @@ def test_a_head_that_loading_would_make_anew_is_missing(merges: Callable[[str], 
     assert "lm_head.weight" in finding.evidence
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", few(["llama", "opt"], ["opt"]))  # whose layers have biases
 def test_requantized_weights_say_what_is_left(name: str, merges: Callable[[str], Run], tmp_path: Path) -> None:
     run = merges(name)

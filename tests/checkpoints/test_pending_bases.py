@@ -150,6 +150,7 @@ def heads() -> set[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", few(["all", TIED], [TIED]))
 def test_the_layers_to_quantize_are_those_that_transformers_chooses(names: str) -> None:
     wrong, built = {}, 0
@@ -256,6 +257,7 @@ def test_a_pending_weight_is_quantized_once_for_all_who_read_it_at_a_time(
         del readers  # nobody else holds what was quantized
 
 
+@pytest.mark.thorough
 def test_a_measure_holds_two_tensors_at_most_and_never_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

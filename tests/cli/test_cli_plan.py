@@ -99,18 +99,26 @@ def test_what_fits_stands_beside_each_precision_and_what_comes_on_top_is_told(
 
 
 @pytest.mark.usefixtures("searched")
+@pytest.mark.usefixtures("searched")
 def test_the_first_sentence_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     arguments = [model, "--step", "--seq", "8", "--precision", "none", "norms"]
     for budget, said in (("1KiB", "1.0 KiB: does not fit with none, norms.\n"), ("1GiB", "1.0 GiB: fits with none, ")):
         assert main(["plan", *arguments, "--budget", budget]) == (budget == "1KiB")
         assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.usefixtures("searched")
+def test_what_loading_takes_has_to_fit_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    arguments = [model, "--step", "--seq", "8", "--precision", "none"]
     loaded = run_json(capsys, *arguments)["steps"]["none"]["loading_bytes"]
     assert main(["plan", *arguments, "--budget", "1KiB"]) == 1
     said = f"Loading the model, before the step, takes {format_bytes(loaded)}. It has to fit as well."
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_model_that_cannot_be_loaded_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "vocab_size": 4096})
     arguments = [model, "--step", "--seq", "1", "--quant", "int8", "--precision", "none"]
@@ -146,13 +154,14 @@ def test_of_unified_memory_the_process_is_taken_off_too_and_what_is_assumed_is_t
     assert "is assumed" in out
 
 
+@pytest.mark.thorough
 def test_on_unified_memory_loading_has_to_fit_with_the_pages_of_the_files_that_it_reads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     sizes = {"num_hidden_layers": 1, "max_position_embeddings": 8, "vocab_size": 128000, "hidden_size": 512}
     model = saved(tmp_path, LLAMA | sizes)
     arguments = [model, "--step", "--seq", "1", "--precision", "none", "--device-memory"]
-    step = run_json(capsys, *arguments, "8GB")["steps"]["none"]
+    step = run_json(capsys, *arguments[:-1])["steps"]["none"]
     assert step["reserved_bytes"] < step["loading_bytes"] + step["mapped_bytes"]
     taken = 666_632_192 + PROCESS["resident_bytes"]
     needed = step["loading_bytes"] + step["mapped_bytes"] + taken
@@ -161,6 +170,7 @@ def test_on_unified_memory_loading_has_to_fit_with_the_pages_of_the_files_that_i
         found = json.loads(capsys.readouterr().out)["steps"]["none"]
         assert found["fits"] == fits
         assert (found["longest_sequence"] > 0) == (found["largest_batch"] > 0) == fits
+    request.getfixturevalue("searched")
     assert main(["plan", *arguments, f"{needed - 1 - PROCESS['resident_bytes']}B"]) == 0
 
 
@@ -224,6 +234,7 @@ def test_a_setting_of_a_trainer_that_cannot_be_is_refused_in_one_line(
     assert said in err
 
 
+@pytest.mark.thorough
 def test_a_step_on_each_of_several_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
     options = ["--step", "--precision", "none", "--seq", "8"]
@@ -322,6 +333,7 @@ WARNED_OF = [
 WARNED_STEPS = [(*case, ["--step", "--precision", "none", "--seq", "4"]) for case in WARNED_OF]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "options", "said", "step"),
     [*((*case, []) for case in WARNED_OF), *few(WARNED_STEPS, WARNED_STEPS[1:])],
@@ -372,6 +384,7 @@ def test_a_sequence_is_no_longer_than_positions_that_are_learned(
         assert said in err
 
 
+@pytest.mark.thorough
 def test_a_sequence_longer_than_the_model_is_made_for_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def _nothing_is_shared_by_accelerate() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_integrated", [False, True])
 def test_the_memory_of_the_gpu_here_is_the_hosts_too_where_the_gpu_says_so(
     is_integrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_a_script_is_planned_and_nothing_is_trained_or_written(
     assert transformers.Trainer.train.__qualname__ == "Trainer.train"
 
 
+@pytest.mark.thorough
 def test_the_step_is_the_one_of_the_models_preparation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +127,7 @@ def test_the_step_is_the_one_of_the_models_preparation(
     assert "loading, before the step: " in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_saved", few([False, True], [True]), ids=["quantized on loading", "saved quantized"])
 def test_what_is_loaded_gives_the_same_step(
     is_saved: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

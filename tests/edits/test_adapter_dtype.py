@@ -21,7 +21,7 @@ from kbitwrap.edits.adapters import cast_adapters
 from kbitwrap.edits.storage import ParameterStorage
 from support import zoo
 from support.snapshot import Snapshot
-from support.thorough import each_once, every_other, few
+from support.thorough import each_once, every_other
 from support.training import adapt, step
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -363,7 +363,8 @@ def test_the_drop_in_takes_none_and_undoes_what_it_casts_itself() -> None:
     assert before.diff(Snapshot(model), moved=True) == []
 
 
-@pytest.mark.parametrize("optimizer", few(["adamw_torch", None], ["adamw_torch"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("optimizer", ["adamw_torch", None])
 def test_a_predicted_step_has_adapters_of_the_dtype(optimizer: str | None) -> None:
     config = zoo.load("llama", None).config
     settings: dict[str, Any] = {"precision": "none", "batch_size": 2, "seq_len": 16, "optimizer": optimizer}

@@ -209,7 +209,7 @@ def test_an_empty_list_of_edits_is_applied_suspended_and_undone() -> None:
     journal.apply([], LOOK)
     way_back = Journal()
     journal.suspend(LOOK, way_back)
-    way_back.resume(LOOK)
+    way_back.undo_or_raise(LOOK)
     assert journal.slots == way_back.slots == []
     assert journal.undo(LOOK) == []
 
@@ -224,7 +224,7 @@ def test_suspending_is_newest_first_and_resuming_oldest_first() -> None:
     journal.suspend(LOOK, way_back)
     assert state == {"a": 7}
     assert len(way_back.slots) == len(START)
-    way_back.resume(LOOK)
+    way_back.undo_or_raise(LOOK)
     assert way_back.slots == []
     assert state == prepared
     assert log == [f"{phase} {key}" for key in "dcba" for phase in ("read", "undo")] + [
@@ -242,7 +242,7 @@ def test_resuming_brings_back_what_was_suspended_not_what_was_applied() -> None:
     way_back = Journal()
     journal.suspend(LOOK, way_back)
     assert state == START
-    way_back.resume(LOOK)
+    way_back.undo_or_raise(LOOK)
     assert state["b"] == 99
 
 
@@ -258,7 +258,7 @@ def test_a_suspension_that_fails_is_taken_back(key: str, phase: str, error: Base
     with pytest.raises(type(error)) as caught:
         journal.suspend(LOOK, way_back)
     assert caught.value is error
-    way_back.resume(LOOK)
+    way_back.undo_or_raise(LOOK)
     assert state == prepared
     assert len(journal.slots) == len(START)
 
@@ -271,7 +271,7 @@ def test_resuming_goes_on_when_one_resume_fails_and_raises_the_first_failure() -
     way_back = Journal()
     journal.suspend(LOOK, way_back)
     with pytest.raises(ValueError, match="no room") as caught:
-        way_back.resume(LOOK)
+        way_back.undo_or_raise(LOOK)
     assert caught.value is first
     assert state == {"a": 1, "b": 0, "c": 0, "d": 4}
     assert len(way_back.slots) == 3  # they may be called again, and what is undone after them too

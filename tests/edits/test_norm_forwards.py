@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kbitwrap.edits.journal import Undoing
-from kbitwrap.edits.norms import Float32Forward, can_rebind_forward, forward_slot
+from kbitwrap.edits.norms import Float32Forward, can_rebind_forward, forward_attribute
 from kbitwrap.model.tree import ModelTree
 from support.norms import NORMS, WIDTH, assert_same_bits, autocasting, install, make, make_inputs, reference
 from support.strategies import HALF_DTYPES
@@ -115,7 +115,7 @@ def test_accelerates_hook_from_before_stays_around_it(kind: str) -> None:
     norm, inputs = make(kind), make_inputs(kind, torch.bfloat16)
     expected = doubled(norm, inputs)
     accelerate.hooks.add_hook_to_module(norm, Doubling())
-    assert forward_slot(norm) == "_old_forward"
+    assert forward_attribute(norm) == "_old_forward"
     assert can_rebind_forward(norm)
     with undone_as_it_was(norm, inputs):
         assert_same_bits(norm(*inputs), expected)

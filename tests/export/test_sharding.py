@@ -135,6 +135,7 @@ def export_all(
     assert {path.name for path in folder.glob("whole-*")}  # the root stays whole after a forward without backward
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cases", few([FEW, EXACT], [FEW]), ids=["few", "exact"])
 def test_the_files_are_those_saved_before(cases: list[Case], tmp_path: Path) -> None:
     forks.run_ranks(exports_exactly, cases, tmp_path)
@@ -248,5 +249,6 @@ def fail(
     assert {path.name for path in folder.iterdir() if "saved" not in path.name} == {"export", "taken"}
 
 
+@pytest.mark.thorough
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     forks.run_ranks(fails_on_all, tmp_path)

@@ -117,6 +117,7 @@ def test_pages_are_written_from_what_was_measured(gpu: Any, tmp_path: Path, monk
         gpu.write_pages({})
 
 
+@pytest.mark.thorough
 def test_the_predictions_that_travel_along_are_those_of_now(figures: Callable[[str], Any]) -> None:
     parts = figures("gpu_parts")
     cells = json.loads(parts.PREDICTED.read_text(encoding="utf-8"))["cells"]

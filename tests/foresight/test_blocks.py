@@ -94,6 +94,7 @@ def test_all_blocks_are_run_where_something_grows_with_their_number() -> None:
     assert figures(cut) == figures(all_)
 
 
+@pytest.mark.thorough
 def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 2, 3, 4, 5, 6])
     cut, all_ = both(config("Llama", num_hidden_layers=8), lora=lora, optimizer="sgd", gradient_checkpointing=False)
@@ -101,18 +102,16 @@ def test_adapters_on_some_blocks_alone_make_kinds_of_their_own() -> None:
     assert figures(cut) == figures(all_)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "fields",
-    few(
-        [
-            {"target_modules": r".*layers\.[2-5]\..*q_proj"},
-            {"target_modules": ["layers.5.self_attn.q_proj", "layers.6.self_attn.q_proj"]},
-            {"target_modules": ["q_proj"], "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 32}},
-            {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.4.self_attn.v_proj"]},
-            {"target_modules": ["q_proj"], "modules_to_save": [r"layers\.4\.mlp"]},
-        ],
-        [{"target_modules": ["q_proj"], "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 32}}],
-    ),
+    [
+        {"target_modules": r".*layers\.[2-5]\..*q_proj"},
+        {"target_modules": ["layers.5.self_attn.q_proj", "layers.6.self_attn.q_proj"]},
+        {"target_modules": ["q_proj"], "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 32}},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.4.self_attn.v_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": [r"layers\.4\.mlp"]},
+    ],
     ids=str,
 )
 def test_adapters_that_name_blocks_by_number_are_made_of_all_of_them(fields: dict[str, Any]) -> None:
@@ -130,6 +129,7 @@ def test_blocks_before_the_first_adapter_are_of_a_kind_of_their_own() -> None:
     assert figures(cut) == figures(all_)
 
 
+@pytest.mark.thorough
 def test_blocks_that_share_parameters_count_them_once() -> None:
     lora = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 3], [1, 4]])
     cut, all_ = both(config("Llama", num_hidden_layers=4), lora=lora, optimizer="sgd", gradient_checkpointing=False)

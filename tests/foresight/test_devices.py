@@ -86,6 +86,7 @@ def train_under_ddp(rank: int, join: forks.Join, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
+@pytest.mark.thorough
 def test_under_ddp_a_step_equals_that_of_two_processes_to_the_byte(tmp_path: Path) -> None:
     zoo.checkpoint("llama")
     forks.run_ranks(train_under_ddp, tmp_path)
@@ -162,6 +163,7 @@ def train_under_fsdp2(rank: int, join: forks.Join, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
+@pytest.mark.thorough
 def test_under_fsdp2_a_step_of_two_processes_is_in_the_range_that_is_told(tmp_path: Path) -> None:
     zoo.checkpoint("llama")
     forks.run_ranks(train_under_fsdp2, tmp_path)
@@ -188,10 +190,12 @@ def test_what_no_engine_does_is_refused_in_one_line() -> None:
             predict_step(config, batch_size=1, seq_len=8, **options)
 
 
+@pytest.mark.thorough
 def test_what_fsdp2_stores_in_float32_is_predicted_as_stored() -> None:
     assert predicted("compute", engine="fsdp2").phases == predicted("full", engine="fsdp2").phases
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_search_is_for_the_step_on_each_device(engine: str) -> None:
     config = transformers.LlamaConfig(

@@ -108,6 +108,7 @@ def test_every_other_optimizer_of_the_trainer_is_refused_by_name(name: str) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_on_cuda_paged_states_of_large_weights_are_not_counted_and_their_scales_are() -> None:
     lora = zoo.lora_config("llama", r=2048, target_modules=["q_proj"])  # two weights of 131,072 elements
     by_name = {

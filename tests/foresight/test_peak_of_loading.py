@@ -110,6 +110,7 @@ def test_the_bytes_of_files_that_are_mapped_while_they_are_copied_are_those_of_t
     assert loading.mapped_bytes == max(sizes)
 
 
+@pytest.mark.thorough
 def test_a_mapped_file_takes_pages_that_are_clean_and_no_memory_of_its_own(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config_of(hidden_size=512, intermediate_size=8192, vocab_size=32000))
     model.bfloat16().save_pretrained(tmp_path)

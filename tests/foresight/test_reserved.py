@@ -19,7 +19,7 @@ NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 160,
@@ -35,10 +35,12 @@ T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "dtype": "bfloat16",
 }
-MODELS: dict[str, Any] = {
-    "llama": LlamaConfig(**SHAPES, architectures=["LlamaForCausalLM"]),
-    "gemma2": Gemma2Config(**SHAPES, head_dim=16, sliding_window=32, architectures=["Gemma2ForCausalLM"]),
-    "mixtral": MixtralConfig(**SHAPES, num_local_experts=4, architectures=["MixtralForCausalLM"]),
+SHALLOW = LlamaConfig(**SHAPES, architectures=["LlamaForCausalLM"])
+DEEP = SHAPES | {"num_hidden_layers": 12}  # of which a few blocks are run
+DEEP_MODELS: dict[str, Any] = {
+    "llama": LlamaConfig(**DEEP, architectures=["LlamaForCausalLM"]),
+    "gemma2": Gemma2Config(**DEEP, head_dim=16, sliding_window=32, architectures=["Gemma2ForCausalLM"]),
+    "mixtral": MixtralConfig(**DEEP, num_local_experts=4, architectures=["MixtralForCausalLM"]),
     "t5": T5Config(**T5, architectures=["T5ForConditionalGeneration"]),
 }
 MISTRAL = MistralConfig(
@@ -54,9 +56,10 @@ MISTRAL = MistralConfig(
 )
 
 
+@pytest.mark.thorough
 def test_the_gibibyte_that_was_reported_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface/peft#3265: PEFT 0.18, which left the cache alone, and transformers 4.56, on a Jetson of 8 GB."""
-    monkeypatch.setattr(loading, "COPIES", 2)
+    monkeypatch.setattr(loading, "COPIES_WHILE_QUANTIZED", 2)
     step = predict_step(
         MISTRAL, precision="peft", empty_cache=False, quantization_config=NF4, batch_size=1, seq_len=64, optimizer=None
     )
@@ -98,6 +101,7 @@ class Counting(Allocator):
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
+    ("shallow", {"precision": "norms"}),
     ("llama", {"precision": "norms"}),
     ("llama", {"precision": "compute", "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}),
     ("llama", {"precision": "none", "gradient_checkpointing": False, "lora": LoraConfig(r=4)}),
@@ -108,7 +112,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), few(CASES, [CASES[0], CASES[4]]), ids=str)
+@pytest.mark.parametrize(("name", "options"), few(CASES, CASES[:1]), ids=str)
 def test_what_the_allocator_is_asked_for_at_most_is_the_peak(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,24 +123,25 @@ def test_what_the_allocator_is_asked_for_at_most_is_the_peak(
         return made[-1]
 
     monkeypatch.setattr(reserved, "Allocator", make)
-    predict = StepPredictor(MODELS[name], **{"quantization_config": NF4, **options})
+    predict = StepPredictor({"shallow": SHALLOW, **DEEP_MODELS}[name], **{"quantization_config": NF4, **options})
     step = predict(2, 48)
     beside = 2 * reserved.WORKSPACE_BYTES[0] + rounded_up(predict._sampled_bytes, 512)
     assert made[-1].most - beside == step.peak_bytes
     blocks = next(part for part in step.unknown if "blocks" in part.what)
-    assert blocks.least_bytes == made[-1].peak_allocated_bytes - made[-1].most
+    assert blocks.most_bytes == made[-1].peak_allocated_bytes - made[-1].most
     assert step.reserved_bytes == made[-1].peak_reserved_bytes >= made[-1].peak_allocated_bytes
 
 
-WIDE = LlamaConfig(**SHAPES | {"vocab_size": 1 << 18, "tie_word_embeddings": False, "num_hidden_layers": 2})
+WIDE = LlamaConfig(**SHAPES | {"vocab_size": 1 << 18, "tie_word_embeddings": False})
 OF_PEFT: dict[str, Any] = {"precision": "peft", "quantization_config": NF4, "batch_size": 1, "seq_len": 8}
-predicted = functools.partial(predict_step, MODELS["llama"], quantization_config=NF4, batch_size=2, seq_len=48)
+predicted = functools.partial(predict_step, SHALLOW, quantization_config=NF4, batch_size=2, seq_len=48)
 
 
-@pytest.mark.parametrize("name", few(MODELS, ["gemma2"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", DEEP_MODELS)
 def test_blocks_that_are_not_run_reserve_what_they_would(name: str) -> None:
     options: dict[str, Any] = {"quantization_config": NF4, "batch_size": 2, "seq_len": 2000}
-    cut, all_ = (predict_step(MODELS[name], exact=exact, **options) for exact in (False, True))
+    cut, all_ = (predict_step(DEEP_MODELS[name], exact=exact, **options) for exact in (False, True))
     assert cut.traced_blocks < all_.traced_blocks
     assert cut.reserved_by_phase == all_.reserved_by_phase
 
@@ -149,8 +154,8 @@ def test_it_is_in_the_prediction_on_cuda_alone() -> None:
         assert nowhere.reserved_by_phase is None
         assert nowhere.reserved_bytes is None
         assert "reserved" not in str(nowhere)
-    alone, shared = predicted(), predicted(engine="ddp", num_devices=2)
-    assert (shared.reserved_bytes or 0) >= (alone.reserved_bytes or 0)
+    shared = predicted(engine="ddp", num_devices=2)
+    assert (shared.reserved_bytes or 0) >= (step.reserved_bytes or 0)
 
 
 def test_settings_of_the_allocator_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +170,18 @@ def test_settings_of_the_allocator_are_followed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_step_fits_that_runs_once_the_cache_was_emptied() -> None:
-    predict = StepPredictor(MODELS["llama"], quantization_config=NF4)
+    predict = StepPredictor(SHALLOW, quantization_config=NF4)
     step = predict(2, 2000)
     assert step.reserved_bytes is not None
     assert predict.fits(max((step.reserved_by_phase or {}).values()), 2, 2000)
     assert not predict.fits(step.peak_bytes - 1, 2, 2000)
+
+
+@pytest.mark.thorough
+def test_a_search_goes_by_what_fits() -> None:
+    predict = StepPredictor(SHALLOW, quantization_config=NF4)
+    step = predict(2, 2000)
+    assert step.reserved_bytes is not None
     budget = (step.peak_bytes + step.reserved_bytes) // 2
     longest = predict.longest_sequence(budget, 2)
     assert predict.fits(budget, 2, longest)

@@ -93,6 +93,7 @@ def test_a_model_that_has_run_is_predicted_like_a_new_one(quant: str, monkeypatc
     assert figures(predicted(cell, batch)) == figures(tracker)
 
 
+@pytest.mark.thorough
 def test_float16_activations_are_taken_to_be_finite_where_a_model_asks() -> None:
     cell = Cell("bart", dtype="fp16")
     tracker, batch = tracked(cell)
@@ -101,6 +102,7 @@ def test_float16_activations_are_taken_to_be_finite_where_a_model_asks() -> None
     assert "finite" in memory.notes[0]
 
 
+@pytest.mark.thorough
 def test_buffers_that_an_architecture_keeps_in_float32_are_built_so_from_a_config() -> None:
     cell = Cell("deepseek_v3", way="compute", dtype="fp16", source="folder")
     tracker, batch = tracked(cell)
@@ -287,6 +289,7 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Any) -> None:
         predict_step(tmp_path, **BATCH)
 
 
+@pytest.mark.thorough
 def test_predictions_in_two_threads_run_one_after_the_other_and_are_those_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -97,6 +97,7 @@ def resumed(folder: Path, quant: str) -> dict[str, dict[str, list[float]]]:
 
 
 # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
 @pytest.mark.parametrize("quant", few(QUANTS, QUANTS[:1]))
 def test_resuming_in_a_new_process_gives_the_same_losses(quant: str, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ print(json.dumps([trainer.args.world_size, len(trainer.losses), saved]))
 """
 
 
+@pytest.mark.thorough
 def test_of_two_processes_one_writes_and_both_refuse(tmp_path: Path) -> None:
     def run_two(precision: str, checkpoint: str) -> list[list[Any]]:
         with socket.socket() as probe:
@@ -256,6 +257,7 @@ print(json.dumps([[train(mode, *case) for case in cases] for mode in modes]))
 RESUMED = [("nf4", "full"), ("nf4", "compute"), ("nf4", "norms"), ("nf4", "adapted"), ("int8", "norms")]
 
 
+@pytest.mark.thorough
 def test_resuming_in_a_new_process_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     def in_a_process(modes: str) -> list[Any]:
         found = forks.run_program(PROGRAM, str(tmp_path), modes, json.dumps(RESUMED))

@@ -214,10 +214,12 @@ def send(rank: int, join: forks.Join) -> None:
             next(_merged_weights(colocated))
 
 
+@pytest.mark.thorough
 def test_merged_weights_of_a_sharded_model_are_sent_to_a_server_alone() -> None:
     forks.run_ranks(send)
 
 
+@pytest.mark.thorough
 def test_4_bit_weights_that_accelerate_sharded_as_integers_are_refused_before_a_step(tmp_path: Path) -> None:
     forks.run_ranks(refuse, tmp_path)
 

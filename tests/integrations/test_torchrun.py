@@ -18,7 +18,6 @@ from kbitwrap import KbitPreparedModel, Manifest
 from kbitwrap.integrations import KbitTrainerCallback, SuspendedEvaluation
 from support import forks, zoo
 from support.snapshot import Snapshot
-from support.thorough import few
 from support.trainers import NUM_STEPS, RecordingTrainer, adapt, dataset, trainer_for
 
 BLOCKS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -80,7 +79,8 @@ OF_DDP = [("full", "none"), ("norms", "none")]
 OF_FSDP = [("norms", "fsdp2"), ("norms", "fsdp1")]  # of which accelerate makes DDP on a CPU
 
 
-@pytest.mark.parametrize("cases", few([OF_DDP, OF_FSDP], [OF_DDP]), ids=["ddp", "fsdp"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("cases", [OF_DDP, OF_FSDP], ids=["ddp", "fsdp"])
 def test_trainer_under_torchrun_trains_and_gives_the_base_back(cases: list[tuple[str, str]], tmp_path: Path) -> None:
     forks.context()
     config = LaunchConfig(

@@ -287,6 +287,7 @@ def test_the_progress_bar_is_shown_where_it_was_asked_for(progress: bool, capsys
     assert (output.err.count("digest") >= 2) is progress
 
 
+@pytest.mark.thorough
 def test_originals_are_read_one_at_a_time() -> None:
     # 64 MiB; a digest holds two pieces of 4 MiB beside a tensor.
     model = nn.ModuleList([nn.Linear(2048, 4096, bias=False).bfloat16() for _ in range(4)])

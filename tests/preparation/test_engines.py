@@ -153,7 +153,8 @@ def live_on(rank: int, join: forks.Join, engine: str, precision: str, folder: Pa
         lives_on(rank, engine, precision, model, plain, folder, expected)
 
 
-@pytest.mark.parametrize(("engine", "precision"), few(itertools.product(ENGINES, STORES_NOTHING), [("fsdp1", "norms")]))
+@pytest.mark.thorough
+@pytest.mark.parametrize(("engine", "precision"), [*itertools.product(ENGINES, STORES_NOTHING)])
 def test_what_stores_no_other_dtype_is_suspended_and_restored_while_sharded(
     engine: str, precision: str, tmp_path: Path
 ) -> None:
@@ -208,7 +209,8 @@ def live_on_unpacked(rank: int, join: forks.Join, engine: str, folder: Path) -> 
         lives_on_unpacked(engine, model, plain, folder, expected)
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, ["fsdp2"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_cpu_repacked_is_unpacked_while_sharded(engine: str, tmp_path: Path) -> None:
     forks.run_ranks(live_on_unpacked, engine, tmp_path)
 
@@ -275,6 +277,7 @@ def stay_as_they_are(rank: int, join: forks.Join, engine: str, folder: Path) -> 
             step("llama", live)
 
 
+@pytest.mark.thorough
 def test_what_is_sharded_keeps_its_dtype_and_is_named_and_all_else_is_restored(tmp_path: Path) -> None:
     forks.run_ranks(stay_as_they_are, "fsdp2", tmp_path)
 
@@ -392,6 +395,7 @@ def come_true(rank: int, join: forks.Join) -> None:
             fsdp1(with_float32)
 
 
+@pytest.mark.thorough
 def test_what_is_said_beforehand_comes_true() -> None:
     forks.run_ranks(come_true)
 
@@ -481,5 +485,6 @@ def refuse_and_leave_whole(rank: int, join: forks.Join, folder: Path) -> None:
         is_whole_until_a_backward(rank, whole, folder, expected)
 
 
+@pytest.mark.thorough
 def test_what_fsdp1_refuses_leaves_the_model_as_it_was_and_what_it_leaves_whole_is_named(tmp_path: Path) -> None:
     forks.run_ranks(refuse_and_leave_whole, tmp_path)

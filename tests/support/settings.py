@@ -31,10 +31,12 @@ class GlooOfOneThread(ProcessGroupGloo):
     process ends by a signal, or waits for ever: in one of eight runs of the sharded merges.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
         options = ProcessGroupGloo._Options()
         options._threads = 1
         options._timeout = timeout
+        for name, value in others.items():  # of torch 2.15
+            setattr(options, name, value)
         options._devices = [ProcessGroupGloo.create_default_device()]
         super().__init__(store, rank, size, options)
 
