@@ -94,7 +94,7 @@ def test_the_answer_that_is_quoted_is_what_the_command_prints(
     program, *arguments = command.split()
     assert program == "kbitwrap"
     [name] = [word for word in arguments if "/" in word]
-    assert main([str(tmp_path) if word == name else word for word in arguments]) == ("peft" in arguments)
+    assert main([str(tmp_path) if word == name else word for word in arguments]) == 1
     answer = capsys.readouterr().out.splitlines()[0]
     text = (pages.ROOT / page).read_text(encoding="utf-8").replace("\n> ", " ")
     assert re.findall(quoted, " ".join(text.split())) == [answer]
