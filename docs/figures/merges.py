@@ -1,4 +1,4 @@
-"""Measures what docs/merge.md and docs/measure.md show: adapters merged in each way, by losses, divergences and doctor.
+"""Measures what docs/merge.md and docs/merges_measured.md show: adapters merged in each way, by losses and doctor.
 
     nice -n 10 python docs/figures merges             measure, save the figures, draw them, write the pages
     python docs/figures merges --saved                draw and write what was saved
@@ -35,7 +35,7 @@ from merge_subjects import Llama, MiniLM, Subject
 from sections import DOCS, markdown_table, replace_section
 
 MERGE_PAGE = DOCS / "merge.md"
-MEASURE_PAGE = DOCS / "measure.md"
+MEASURED_PAGE = DOCS / "merges_measured.md"
 FIGURES = DOCS / "benchmarks" / "merges.json"
 PICTURE = DOCS / "pictures" / "merges.svg"
 
@@ -371,10 +371,10 @@ def show(result: dict[str, Any]) -> None:
     """Draw the picture and write the parts of the pages."""
     style.draw(draw, PICTURE, result)
     replace_section(MERGE_PAGE, "merges", choice_table(result))
-    replace_section(MERGE_PAGE, "deltas", delta_table(result))
+    replace_section(MEASURED_PAGE, "deltas", delta_table(result))
     replace_section(MERGE_PAGE, "16 bits", reload_table(result))
-    replace_section(MERGE_PAGE, "formats", format_table(result))
-    replace_section(MEASURE_PAGE, "merges", weights_table(result))
+    replace_section(MEASURED_PAGE, "formats", format_table(result))
+    replace_section(MEASURED_PAGE, "merges", weights_table(result))
 
 
 def main() -> None:

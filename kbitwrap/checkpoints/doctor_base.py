@@ -48,10 +48,10 @@ def recorded_base(folder: Folder) -> Finding | None:
         base = folder.path
 
     device = manifest.device_type  # others may quantize otherwise
-    if base is None or device not in ("cpu", accelerator_type()):
-        return not_measured(
-            _THE_BASE, f"give base (--base), on a machine with {device}"
-        )
+    if base is None:
+        return not_measured(_THE_BASE, "give base (--base)")
+    if device not in ("cpu", accelerator_type()):
+        return not_measured(_THE_BASE, f"examine it on a machine with {device}")
 
     try:
         if isinstance(base, nn.Module):

@@ -103,7 +103,7 @@ def command(
         typer.Option(
             metavar="PRECISION...",
             help=f"Ways to prepare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, and "
-            "unprepared, which is as loaded. All but unprepared, if left out.",
+            f"unprepared, which is as loaded. If left out: {PEFT} and norms, the default, with --step; all without it.",
         ),
     ] = None,
     budget: Budget = None,
@@ -231,7 +231,7 @@ def command(
     if (engine is None) != (devices is None):
         raise InputError("--engine and --devices are given together")
 
-    ways = WAYS[:-1]  # all but "unprepared"
+    ways = [PEFT, Precision.NORMS.value] if step else WAYS[:-1]
     if precision:
         ways = [way.value for way in precision]
     if step:

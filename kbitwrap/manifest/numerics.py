@@ -103,7 +103,7 @@ def _as_it_is(tree: ModelTree) -> Iterator[None]:
     try:
         yield
     finally:
-        journal.resume(tree)
+        journal.undo_or_raise(tree)
 
 
 def _compute_logits(base: Any, autocast: torch.dtype | None) -> torch.Tensor:
