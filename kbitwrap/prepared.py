@@ -375,9 +375,9 @@ class KbitPreparedModel:
         float32, and each value rounded once to the original half dtype. Trained copies
         (``modules_to_save``) take the place of the originals.
 
-        Of several processes that train together one calls it. Where FSDP sharded the
-        model since, all call it: they gather one parameter at a time, rank 0 writes,
-        all get its report, and what fails on one raises on all.
+        Of several processes that train together one calls it. Where FSDP or ZeRO-3
+        sharded the model since, all call it: they gather one parameter at a time, rank 0
+        writes, all get its report, and what fails on one raises on all.
 
         Args:
             path: The folder to make.
@@ -404,7 +404,8 @@ class KbitPreparedModel:
         Raises:
             ConfigError: ``max_shard_size``, ``merge_as`` or ``seed`` is invalid, or
                 ``processing_class`` cannot be saved.
-            UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3, or
+            UnsupportedModelError: The model is offloaded, or sharded and not prepared, or
+                FSDP1 took parameters off its modules (``use_orig_params=False``), or
                 ``model`` is another.
             ExportError: The exact base is gone, because adapters are merged into it,
                 its tensors were replaced, or a frozen one holds other values; a
@@ -454,7 +455,7 @@ class KbitPreparedModel:
         that takes at most twice the bytes of the largest, where the adapters can be
         merged by rows.
 
-        Where FSDP sharded the model since, all ranks call it and iterate: rank 0 gets
+        Where FSDP or ZeRO-3 sharded the model since, all ranks call it and iterate: rank 0 gets
         the tensors, and the iterator of each other rank hands out nothing and ends when
         that of rank 0 does. They gather one tensor at a time meanwhile, so that no
         other collective may be called on rank 0 between two of them.
@@ -467,7 +468,8 @@ class KbitPreparedModel:
             StateError: The model is neither prepared nor suspended; on the way: its
                 state changed.
             ConfigError: No adapter has such a name.
-            UnsupportedModelError: The model is offloaded, or sharded by ZeRO-3.
+            UnsupportedModelError: The model is offloaded, or FSDP1 took parameters off its
+                modules (``use_orig_params=False``).
             ExportError: As of ``export``; or the model's class has a
                 ``save_pretrained`` of its own.
 
@@ -501,13 +503,13 @@ class KbitPreparedModel:
         """Record the preparation: the model, the settings, and every base tensor's original content by digest.
 
         It is the same while prepared and while suspended. Every tensor of the base is
-        read once, on its own device. Where FSDP sharded the model since, all ranks call
+        read once, on its own device. Where FSDP or ZeRO-3 sharded the model since, all ranks call
         it, and all get it.
 
         Raises:
             StateError: The model is not prepared.
-            UnsupportedModelError: A tensor cannot be read: it is offloaded, or sharded
-                by ZeRO-3.
+            UnsupportedModelError: A tensor cannot be read: it is offloaded, or FSDP1 took
+                it off its module (``use_orig_params=False``).
             ManifestError: Something cannot be recorded: a setting that JSON cannot
                 hold, a name that could be taken for a path, weights that were replaced,
                 trained, changed while frozen, or that adapters are merged into.

@@ -16,7 +16,7 @@ from .adapters import SavedAdapter
 from .reader import recorded_quantization
 
 QUANTIZATION = "how the base was quantized in training"
-"""The words for it in a manifest that was made afterwards and does not know it."""
+"""What a manifest that was made afterwards names as ``unknown`` where nothing said how the base was quantized."""
 OF_BASE = "the base's config.json says"
 OF_MANIFEST = "the manifest says"
 BESIDE_ADAPTER = "the config.json beside the adapter says"
@@ -111,8 +111,9 @@ def find_quantization(
                 different={"": {"quantization": kinds}},
             )
 
-        # Only the kind was compared: other settings are, after loading. The compute dtype
-        # is the recorded one, which changes no weight.
+        # The manifest confirms the kind of what was given, which is taken: its other
+        # settings are compared after loading. Only the compute dtype, which changes no
+        # weight, is the recorded one.
         config = dict(given or {})
         compute_dtype = recorded.get(_COMPUTE_DTYPE)
         config.pop(_COMPUTE_DTYPE, None)

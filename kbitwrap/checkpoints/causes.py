@@ -68,6 +68,8 @@ def is_right(figures: Figures) -> bool:
     if not all(is_right(matrix) for matrix in figures.matrices):
         return False
 
+    # With the delta taken off it has the base's codes: only the scales can be others, or
+    # the multiple of the delta.
     if figures.base_codes >= OF_BASE_CODES:
         return not figures.is_scaled and figures.likelier is None
 
@@ -215,7 +217,8 @@ class _Wrong:
         """The tensor whose values, or whose delta, the first wrong matrix holds; ``""`` if nothing tells."""
         own = self._first.sample
         change, delta = own.change, own.delta
-        # Values and deltas that are like its own, too, tell nothing of an exchange.
+        # Where it is like its own values, or the other's delta like its own, nothing was
+        # exchanged.
         has_own = _is_alike(own.found, own.after)
         for other in self._alike[self._first.shape]:
             if other is self._first:
@@ -256,9 +259,10 @@ class _Wrong:
     def is_of_low_rank(self) -> bool:
         """Whether the change is of a rank that adapters have, and not of a full one.
 
-        If the change holds the adapter's whole delta, the delta is taken off first. The
-        rest may be the difference from an earlier checkpoint of the run, and is of low
-        rank then.
+        Then half of the singular values of its sample, a grid of 32 by 32 at most, have
+        nearly all of the energy, which tells ranks up to 16. Where the adapter's own delta
+        is there whole, it is taken off first: what is left may be another adapter's, or
+        the difference from an earlier checkpoint of the run.
         """
         figures, sample = self._first, self._first.sample
         change = sample.change
@@ -273,8 +277,10 @@ class _Wrong:
 
 
 _DIFFERENCE = "it differs by {0.off:.1%} of the base"
-# The first row counts whose condition holds: the cause, the condition, the evidence. A copy that was
-# trained in place, as a bias is, has no delta: its reference is the trained value.
+# The first row counts whose condition holds: the cause, the condition, the evidence. A wrong copy with a
+# delta holds another adapter's, since the rows before it tell the base's values and multiples of its own
+# delta. One that was trained in place, as a bias is, has no delta, because its reference is the trained
+# value: it counts as dropped.
 _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (LOST_BY_A_TIE, lambda one: one.partner, "it is {0.partner} now"),
     (NOT_FINITE, lambda one: not one.figures.is_finite, ""),

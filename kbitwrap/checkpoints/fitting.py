@@ -36,9 +36,9 @@ def fitting_quantization(
     """Find the quantization whose values, with the adapter merged, are nearest to one weight of a checkpoint.
 
     The base is loaded once, unquantized. One of its weights is quantized, in each kind and
-    from each dtype that the run may have had (``None`` for the base's). A weight for which
-    the unquantized base is nearest, or that is far from it, tells nothing: the next is
-    asked. If none tells anything, the base was not quantized.
+    from each dtype that the run may have had (``None`` for the base's). A weight that is
+    far from the unquantized base with the adapter, or nearest to it, tells nothing: the
+    next is asked. If none tells anything, the base was not quantized.
     """
     with warnings.catch_warnings():
         # PEFT warns because these layers are unquantized here, and lie transposed.

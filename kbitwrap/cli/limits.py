@@ -36,9 +36,10 @@ def budget_of(
 
 
 def budget_of_step(step: StepMemory, budget: int, is_unified: bool) -> int:
-    """Return the budget of a step, or 0 if loading its model exceeds the budget.
+    """Return the budget of a step; 0, which no step fits, where loading its model exceeds it.
 
-    In unified memory, loading also holds the largest tensor of the files.
+    ``StepPredictor.fits`` compares loading too, but without the largest tensor of the
+    files, which loading also holds in unified memory.
     """
     mapped = step.mapped_bytes if is_unified else 0
     return budget if (step.loading_bytes or 0) + mapped <= budget else 0

@@ -57,7 +57,8 @@ def plan_steps(
 ) -> tuple[Result, list[RenderableType], bool]:
     """Predict the steps asked for.
 
-    The arguments are those of ``kbitwrap plan``.
+    The arguments are those of ``kbitwrap plan``, but for ``budget``: the bytes that
+    `budget_of` makes of ``--budget`` or ``--device-memory``.
 
     Returns:
         What was predicted, the same as texts and tables, and whether all fit.
@@ -128,7 +129,7 @@ def plan_steps(
     ]
     if is_unified:
         parts.append(on_unified(step.mapped_bytes))
-    fits = {way: one["fits"] for way, one in steps.items() if budget is not None}
+    fits = {way: one["fits"] for way, one in steps.items() if "fits" in one}
     if budget is not None:
         parts.insert(0, verdict(budget, fits))
     return result, parts, all(fits.values())

@@ -58,7 +58,8 @@ def computes_in_float32(module: nn.Module) -> bool:
 class Float32Forward:
     """A module's own ``forward``, run on float32 casts.
 
-    Its half inputs and parameters are cast; the output keeps its dtype.
+    Half inputs and parameters are cast; the output gets the dtype that the unprepared
+    module returns.
 
     It runs on a shell that shares the module's attributes: the module is not touched,
     so threads, exceptions, recomputation and ``torch.compile`` are safe, and gradients
@@ -119,8 +120,8 @@ class Float32Forward:
     def _unprepared_dtypes(self, forward: Forward, args: Any, kwargs: Any) -> Dtypes:
         """Return the dtypes that the unprepared module returns.
 
-        They are measured once for each kind of input, by running it. A module that is
-        compiled is run while it is traced: the compiler drops what is not used of it.
+        They are measured once for each kind of input, by running it. Where it is compiled
+        it runs in the trace, and the compiler drops that run, of which only dtypes are used.
         """
         inputs = [*args, *kwargs.values()]
         if torch.compiler.is_compiling():

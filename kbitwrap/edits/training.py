@@ -143,10 +143,11 @@ class RuntimeState(OriginalSlot):
             fields[REPACKS] = False
 
     def resume(self, tree: ModelTree, value: Any) -> None:
-        """Put fields back.
+        """Put fields back, and the weight into their layout; ``undo`` does so with those from before.
 
-        A layer whose weight is sharded keeps the trainable layout: what it repacks is
-        lost when the weight is gathered again, and its statistics would stay repacked.
+        The weight's codes are neither held nor compared. A layer whose weight is sharded
+        keeps the trainable layout: what it repacks is lost when the weight is gathered
+        again, and its statistics would stay repacked.
         """
         module, weight = self._module(), self._weight()
         if module is None:

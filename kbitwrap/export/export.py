@@ -99,6 +99,8 @@ def export_model(
             return found
 
         if merge_adapters:
+            # of a sharded model the twin of rank 0 alone is merged: the other ranks help
+            # to gather, and are sent what it returns
             merged = gathering.lead(merge)
             if merged.note:
                 warnings.warn(merged.note, UserWarning, stacklevel=caller_level())

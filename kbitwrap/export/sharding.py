@@ -106,6 +106,8 @@ class Gathering:
     ) -> dict[int, Tensor]:
         """Promise the originals of parameters that were sharded since.
 
+        Sharded parameters of adapters are only numbered: `shell` promises those.
+
         Returns:
             The promised tensors, by the ``id`` of the live parameter.
         """
@@ -344,7 +346,7 @@ class Gathering:
     def lead_each(self, values: Iterator[T]) -> Iterator[T]:
         """Hand out ``values`` on rank 0 while all other ranks help to gather.
 
-        There nothing is handed out, and it ends, or raises, as it does on rank 0.
+        On those nothing is handed out; the iterator ends, or raises, when that of rank 0 does.
         """
         if not self.is_sharded:
             yield from values

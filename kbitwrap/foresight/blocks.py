@@ -247,7 +247,7 @@ class Blocks:
     def drop_one_and_compare(
         self, with_more: Ledger, run: Callable[[], Ledger]
     ) -> Ledger:
-        """Leave out one block of each kind, and see that what is left tells the step with more.
+        """Leave out one block of each kind, and see that a step of those left tells that of the model with one more.
 
         Args:
             with_more: The ledger of a step with all blocks that are kept so far.
@@ -295,9 +295,10 @@ class Blocks:
         spans = []
         for mark, events in ledger.spans:
             freed = {storage.origin for storage, number in events if number < 0}
-            # A span outside of the blocks, as of the loss, may free what the second and the
-            # third block of a kind made. Then it frees as much of each block that the
-            # second stands for. A span of these two is repeated already.
+            # What a span outside of the blocks, as of the loss, frees of the second and
+            # just so of the third block of a kind, it frees of each block that the second
+            # stands for: it is counted as often. A span of these two blocks is itself
+            # repeated, below.
             count_of = {}
             for origin in freed:
                 other = self._neighbours.get(origin.part)
@@ -316,6 +317,8 @@ class Blocks:
             same = by_mark.get(span.mark._replace(part=other))
             if other and (same is None or _effect(span) != _effect(same)):
                 raise NotRepeatedError(f"two blocks of one kind differ in {span.mark}")
+        # In the place of the kept blocks' spans in a pass through a cut stack come those of
+        # all of its blocks, in their order, where the first of the kept ones was.
         result = []
         done = set()
         for span in spans:

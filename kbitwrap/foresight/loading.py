@@ -33,7 +33,9 @@ class Loading:
     """What is made and freed while a model is loaded.
 
     Attributes:
-        turns: The parameters, or ``None``, in order, each with its events.
+        turns: Parameters and buffers in order, each with its events: first ``None`` with
+            the memory that is freed at once, then each parameter with what is made before
+            all turns, then each again with its own turn, and the buffers.
         mapped_bytes: The bytes of the largest tensor of the files. These are mapped until
             the last is read; pages that were read are clean, and the system takes them
             back where it needs memory, once their tensor is copied.

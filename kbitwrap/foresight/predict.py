@@ -328,7 +328,9 @@ class StepPredictor:
     def fits(self, budget: int | str, batch_size: int, seq_len: int) -> bool:
         """Return whether loading, preparing and the step of a batch fit a budget.
 
-        The allocator empties its cache where it would otherwise reserve more.
+        Tensors must fit, and so must what the allocator reserves for them. Where that is
+        more than the budget, the run is replayed with the budget as the limit: the
+        allocator then empties its cache first, and what still exceeds it does not fit.
 
         Args:
             budget: Bytes, or a string such as ``"8GiB"``.
@@ -432,11 +434,11 @@ class StepPredictor:
                     seq_len,
                     self._on_cuda,
                 ).step()
-        # `_explained` makes one of a NotRepeatedError too.
+        # `_explained` raises it for a NotRepeatedError, and for any error of a model that
+        # cannot run with fewer blocks.
         except UnsupportedModelError:
             if not blocks.is_cut:
                 raise
-        # it may be that the model cannot run with fewer blocks
         self._is_exact = True
         del self._simulated  # built again, with all blocks, when it is asked for
         return self._run(batch_size, seq_len)

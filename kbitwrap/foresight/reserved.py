@@ -41,16 +41,17 @@ def replay(
 ) -> Reserved:
     """Let an allocator make and free what a run does.
 
-    Spans that stand for several blocks of the model free storages that were not followed
-    one by one. The newest that was made at the same place is freed, or else the oldest of
-    the same bytes.
+    Spans of one block stand for those of several, so that which storage is freed is told
+    by its bytes and its place alone: of those alive with the same bytes it is the newest
+    that was made at the same place, or else the oldest.
 
     Args:
-        loading: What loading the model makes and frees.
+        loading: What loading the model makes and frees: ``Loading.turns``, or one event for
+            each tensor of a model of which that is not known (``SimulatedModel.loaded``).
         casts: The parameters that preparing casts, and ``None`` where it empties the
-            cache.
-        kept_bytes: What preparing keeps beside the parameters.
-        step: The step.
+            cache (``SimulatedModel.casts``).
+        kept_bytes: What preparing keeps beside the parameters: samples of them.
+        step: The whole model's ``Step``, of ``trace.py``, with what is held before it.
         limit: The most that can be reserved.
 
     Returns:

@@ -144,6 +144,7 @@ def _record(
     elif isinstance(live, nn.Parameter):
         kind, flag = "parameter", live.requires_grad
 
+    # A buffer is recorded as it was before the preparation: training writes to it.
     recorded_buffer = as_prepared = None
     if preparation is not None and tree is not None:
         recorded_buffer = preparation.before.buffers.get(fqn)

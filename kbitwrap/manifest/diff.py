@@ -75,7 +75,7 @@ def of_whole(data: Mapping[str, Any], prefix: str = "") -> Values:
 def all_values(
     tensors: Mapping[str, TensorRecord], left_out: Collection[str] = ()
 ) -> Values:
-    """Return all values of tensors, but those left out.
+    """Return the fields of each tensor's record, but for those whose names are left out.
 
     The number of a group of tied tensors is replaced by their names (``"tied"``): numbers
     may differ between equal models.
@@ -96,7 +96,7 @@ def all_values(
 
 
 def values_as_loaded(tensors: Mapping[str, TensorRecord]) -> Values:
-    """Return the values to compare with a live model's: none of what a preparation left."""
+    """Return the values to compare with a live model's: neither flags, which PEFT changes too, nor a prepared dtype."""
     return all_values(
         tensors, ("requires_grad", "prepared_dtype", "prepared_requires_grad")
     )

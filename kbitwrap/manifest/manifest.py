@@ -282,9 +282,8 @@ class Manifest(Report, ManifestPart):
             ManifestMismatchError: It is another model; ``missing``, ``unexpected`` and
                 ``different`` say how.
             ManifestError: Adapters are merged into the model.
-            UnsupportedModelError: It is on the meta device, or was sharded otherwise
-                than by FSDP since it was prepared; of one that was, all ranks make the
-                call.
+            UnsupportedModelError: It is on the meta device, or is sharded and not
+                prepared; of one that was sharded since, all ranks make the call.
 
         Example:
             >>> import warnings, torch, kbitwrap
@@ -331,7 +330,8 @@ class Manifest(Report, ManifestPart):
         ignored = ["model.name_or_path", *unknown]
         if DTYPES_OF_4_BITS in self.unknown:
             ignored += _SETTINGS_OF_4_BITS
-            # the bytes of a 4-bit weight, and so its digest, are the same in any storage
+            # a 4-bit weight, which has a ``quant_map`` beside it, has the same bytes, and
+            # so the same digest, in any storage
             for values in (*expected.values(), *found.values()):
                 if f"{values['fqn']}.quant_map" in self.rows:
                     del values["shape"], values["original_dtype"]

@@ -142,7 +142,7 @@ def refuse_unreadable(
         refuse_unsupported_tensors(tree, allow_meta=False, allow_sharded=allow_sharded)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"expected loaded tensors, whole or sharded by FSDP after the preparation: {error}. {remedy}",
+            f"expected loaded tensors, whole or sharded by FSDP or ZeRO-3 after the preparation: {error}. {remedy}",
             fqn=error.fqn,
         ) from error
 

@@ -258,7 +258,10 @@ class Casts:
 
     @functools.cached_property
     def norms(self) -> list[Node]:
-        """The norms that the precision computes in float32."""
+        """The norms that the precision computes in float32: all that store half, or those in blocks with an adapter.
+
+        There are none where the quantization method permits no cast.
+        """
         precision = self.config.precision
         if precision is Precision.NORMS:
             prefixes: tuple[str, ...] = ("",)  # every name begins with it

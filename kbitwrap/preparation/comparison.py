@@ -51,7 +51,8 @@ class Changes:
     trained: list[str] = field(default_factory=list)
     # their value changed although they were frozen
     drifted: list[str] = field(default_factory=list)
-    # another, of another shape, or none is there; those added are named too
+    # in their place is another, one of another shape, or none, by name with the reason;
+    # parameters that were added are among them
     replaced: dict[str, str] = field(default_factory=dict)
     # sharded since: their values are on all ranks together
     not_compared: list[str] = field(default_factory=list)
@@ -64,8 +65,9 @@ def changes_of(
 ) -> Changes:
     """Find what became of the base.
 
-    First find the parameters that were replaced. Then compare the values of the others.
-    A parameter that changed was trained if it requires grad; else it drifted.
+    First find the parameters that were replaced. Then compare the values of the others,
+    but for quantized ones: one that was not replaced counts as unchanged. A parameter
+    that changed was trained if it requires grad; else it drifted.
 
     Args:
         before: The record of the base.

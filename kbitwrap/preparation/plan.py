@@ -322,9 +322,9 @@ def _cached_by_peft(casts: Casts) -> int:
 
 
 def edits_of_adapters(casts: Casts, casts_of_whole: Casts) -> list[Edit]:
-    """Return the edits that depend on adapters, which may be made later.
+    """Return the edits of norms, heads and adapters, which adapters that are made later may add to.
 
-    A forward that was replaced already is left alone.
+    `adopt` asks for them again then. A forward that was replaced already is left alone.
 
     Args:
         casts: The casts of the model.

@@ -340,11 +340,11 @@ class Preparation:
         ours = {one.record for one in self.journal.of(OriginalSlot)}
 
         def is_unreported(fqn: str) -> bool:
-            """Return whether a changed parameter is to be reported.
+            """Return whether a changed parameter is still to be reported.
 
-            It is if its slot did not report it, and its value still differs from the
-            recorded one. A slot that was made after the change took the changed value
-            for the original.
+            One without a slot is. One whose slot did not report it is if its value still
+            differs from the recorded one: a slot that was made after the change took the
+            changed value for the original.
             """
             record = upcast.get(fqn)
             if record is None:
