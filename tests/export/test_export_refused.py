@@ -234,6 +234,7 @@ def kill_exports(root: Path) -> int:
     return num_killed
 
 
+@pytest.mark.thorough
 def test_killed_at_any_moment_it_leaves_all_or_nothing(tmp_path: Path) -> None:
     # Neither every try nor none came to its end, or the moments were no good.
     assert 3 <= forks.run(kill_exports, tmp_path) <= 27
@@ -268,6 +269,7 @@ def exported_memory(folder: Path) -> tuple[int, int, int, int]:
     return largest, total, reports[0].num_bytes, peak
 
 
+@pytest.mark.thorough
 def test_memory_stays_below_two_tensors(tmp_path: Path) -> None:
     largest, total, num_bytes, peak = forks.run(exported_memory, tmp_path)
     assert num_bytes == total > 2.5 * largest  # all of it at once would be too much

@@ -357,6 +357,7 @@ def see_what_changed(rank: int, join: forks.Join, engine: str, folder: Path) -> 
         trains_with_the_callback(rank, engine, models[2], folder / f"{rank}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", few(ENGINES, ["fsdp2"]))
 def test_all_ranks_read_what_changed_and_the_callbacks_manifest(engine: str, tmp_path: Path) -> None:
     forks.run_ranks(see_what_changed, engine, tmp_path)
