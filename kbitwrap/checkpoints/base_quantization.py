@@ -57,6 +57,23 @@ class BaseQuantization(NamedTuple):
 UNQUANTIZED = BaseQuantization({}, GIVEN)
 
 
+def run_on_original(
+    quantization: BaseQuantization, record: Manifest | None, dtype: Any
+) -> tuple[Manifest | None, BaseQuantization, Any]:
+    """Return the record, quantization and dtype by which `load_base` loads the base's own 16-bit weights.
+
+    Raise `ConfigError` where the base was saved quantized.
+    """
+    if quantization.source == OF_BASE:
+        raise ConfigError(
+            "the base was saved quantized: its 16-bit weights are not here"
+        )
+
+    if dtype is None and record is not None:
+        dtype = record.model.dtype
+    return None, UNQUANTIZED, dtype
+
+
 def find_quantization(
     base: StrPath,
     given: Any,

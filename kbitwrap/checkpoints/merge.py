@@ -50,9 +50,10 @@ from .base_quantization import (
     OF_MANIFEST,
     BaseQuantization,
     find_quantization,
+    run_on_original,
 )
 from .beside import are_copies, copy_files, files_beside
-from .measure import measure_merge
+from .measure import ORIGINAL, measure_merge
 from .reader import (
     lazy_tensors,
     load_manifest,
@@ -85,6 +86,7 @@ _ROUNDED = {
     QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
 }
 _LEFT = "files of the base were left behind, because others take their place or they are no part of a merge: {}"
+_ON_ORIGINAL = "the adapter is merged onto the base's own 16-bit weights, not onto those that it was trained on"
 _OF_ANOTHER_BASE = (
     "the adapter names {named} as its base; what was merged is {merged!r}. If these are not the "
     "same model, the merge is wrong"
@@ -128,7 +130,8 @@ def merge_checkpoint(
             base alone, which an engine needs that is sent adapters only.
         dst: The folder to make: complete in the end, or absent.
         merge_as: The form of the merged model, as for ``KbitPreparedModel.export``:
-            ``"half"``, ``"mixed"`` or ``"quantized"``.
+            ``"half"``, ``"mixed"`` or ``"quantized"``; or ``"original"``: onto the
+            base's own 16-bit weights, which no manifest is compared with.
         manifest: The record of the preparation, or its path: it says how the base was
             quantized, and the base is compared with its digests. ``None`` for
             ``kbitwrap.json`` in the adapter's folder, if there is one.
@@ -174,7 +177,8 @@ def merge_checkpoint(
         kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
     """
     start = time.perf_counter()
-    form = MergeForm(merge_as, seed)
+    is_onto_original = merge_as == ORIGINAL
+    form = MergeForm(HALF if is_onto_original else merge_as, seed)
     saved = None if adapter is None else read_adapter(adapter)
     if base is None:
         if saved is None:
@@ -209,12 +213,13 @@ def merge_checkpoint(
         quantization = find_quantization(
             base, quantization_config, record, saved, trust_remote_code
         )
+        run: Any = (record, quantization, dtype)
+        if is_onto_original:
+            run = run_on_original(quantization, record, dtype)
         trained, adapted = load_adapted(
             base,
             saved,
-            record,
-            quantization,
-            dtype,
+            *run,
             device,
             trust_remote_code,
             may_be_pending=form.merge_as == HALF,
@@ -240,6 +245,8 @@ def merge_checkpoint(
         if saved is not None and other is None:
             name = saved.config.get("base_model_name_or_path") or name
         notes = [note] if note else []
+        if is_onto_original:
+            notes.append(_ON_ORIGINAL)
         loaded = trained.model.dtype
         is_own = quantization.source == OF_BASE
         if dtype is not None and is_own and parse_dtype(dtype) != loaded:

@@ -23,28 +23,33 @@ from torch import Tensor
 
 from ..config import StrPath
 from ..errors import ConfigError, ExportError
-from ..export.forms import FORMS, HALF, MIXED, QUANTIZED
+from ..export.forms import FORMS, HALF, QUANTIZED
 from ..export.merge import NO_GAIN
 from ..model.pretrained import load_pretrained
 from ..model.quantization import keep_kernels_of_training
 from ..preparation.process import empty_cache, plain_mode
-from ..reports import Report, in_one_line, table
+from ..reports import Report, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
 from .base import load_adapted, named_base
-from .base_quantization import OF_BASE, UNQUANTIZED, find_quantization
+from .base_quantization import find_quantization, run_on_original
 from .measure import ORIGINAL
 from .merge import merge_checkpoint
 from .reader import load_manifest, saved_manifest
 
 _ADAPTER, _MERGED, _BASE = "adapter", "merged", "base"
 _MODEL = "adapter model"
-_SMALLEST_FIRST = (QUANTIZED, MIXED, HALF, ORIGINAL)
+_FORMS = (*FORMS, ORIGINAL)
 _MOST = 512  # tokens of a text
 _PIECE = re.compile(r"(?s).{1,2048}")  # of plain text
 _MOST_KEPT = 1024  # tokens whose log-probabilities are kept at each place
 _NOTHING = 1e-12  # the least probability that all others have together
 _ERRORS = 2  # standard errors within which two figures are not told apart
+
+_NO_GAIN = (
+    "on these texts the adapter's loss ({0[adapter]:.3f}) is not below the base's ({0[base]:.3f}) by two standard "
+    "errors; give texts of what it learned, or more of them"
+)
 
 Told = Callable[[str], object]
 """A function that is called with words on how far the work is."""
@@ -65,8 +70,9 @@ class TextMeasure(Report):
         divergence_left: The merge's divergence, in parts of the base's.
         samples: The number of texts.
         standard_error: The standard errors over the texts: of the three losses, of
-            ``"difference"``, the merge's loss less the adapter model's, of
-            ``"gain_kept"`` and of ``"divergence_left"``.
+            ``"difference"``, the merge's loss less the adapter model's, of ``"gain"``,
+            the base's loss less the adapter model's, of ``"gain_kept"`` and of
+            ``"divergence_left"``.
     """
 
     loss: Mapping[str, float]
@@ -75,15 +81,24 @@ class TextMeasure(Report):
     samples: int
     standard_error: Mapping[str, float]
 
+    @property
+    def has_gain(self) -> bool:
+        """Whether the adapter gains on the texts more than two standard errors."""
+        gain = self.loss[_BASE] - self.loss[_ADAPTER]
+        return gain > _ERRORS * self.standard_error["gain"]
+
     def __str__(self) -> str:
         adapter, merged = self.loss[_ADAPTER], self.loss[_MERGED]
         error = self.standard_error["difference"]
         beside = "as"
         if abs(merged - adapter) > _ERRORS * error:
             beside = f"{merged - adapter:+.3f} beside"
+        gain = f"{100 * self.gain_kept:.1f} % of the gain"
+        if not self.has_gain:
+            gain = f"no gain over the base ({self.loss[_BASE]:.3f})"
         return (
             f"On {self.samples} texts: loss {merged:.3f}, {beside} the adapter model ({adapter:.3f} ± {error:.3f}); "
-            f"{100 * self.gain_kept:.1f} % of the gain, {100 * self.divergence_left:.1f} % of the divergence left."
+            f"{gain}, {100 * self.divergence_left:.1f} % of the divergence left."
         )
 
     _brief = __str__
@@ -98,8 +113,8 @@ class MergeComparison(Report):
         recommended: The merge to take: the one that keeps most of the gain, or the
             smallest of those whose losses are within two standard errors of it, each
             compared with it text by text; of two of a size the one on the base that was
-            trained.
-        reason: Why it is that one.
+            trained. ``""`` where the adapter gains nothing on the texts.
+        reason: Why it is that one, or none.
         notes: Why other forms were not measured.
     """
 
@@ -112,7 +127,9 @@ class MergeComparison(Report):
         rows = [["", "loss", "gain kept, %", "divergence left, %"]]
         for name, one in self.merges.items():
             errors = one.standard_error
-            kept = f"{100 * one.gain_kept:.1f} ± {100 * errors['gain_kept']:.1f}"
+            kept = ""
+            if one.has_gain:
+                kept = f"{100 * one.gain_kept:.1f} ± {100 * errors['gain_kept']:.1f}"
             left = f"{100 * one.divergence_left:.2f} ± {100 * errors['divergence_left']:.2f}"
             rows.append([name, f"{one.loss[_MERGED]:.4f}", kept, left])
         for name in (_ADAPTER, _BASE):
@@ -120,6 +137,8 @@ class MergeComparison(Report):
         return f"{table(rows)}\n\n{self._brief()}"
 
     def _brief(self) -> str:
+        if not self.recommended:
+            return f"no form is recommended: {self.reason}"
         return f"take {self.recommended}: {self.reason}"
 
 
@@ -180,7 +199,7 @@ def compare_merges(
     device = merging.get("device") or accelerator_type() or "cpu"
     trust = merging.get("trust_remote_code", False)
     quantization = find_quantization(base, given, record, saved, trust)
-    folders = [form for form in forms if form not in _SMALLEST_FIRST]
+    folders = [form for form in forms if form not in _FORMS]
     rows = _tokenize(texts, samples, [*folders, saved.folder, base], trust)
 
     def load(form: str, merged: str) -> Any:
@@ -193,11 +212,7 @@ def compare_merges(
             return load_pretrained(form, None, None, device, None, trust)[0]
         run: Any = (record, quantization, dtype)
         if form == ORIGINAL:
-            if quantization.source == OF_BASE:
-                raise ConfigError(
-                    "the base was saved quantized: its 16-bit weights are not here"
-                )
-            run = (None, UNQUANTIZED, dtype or (record and record.model.dtype))
+            run = run_on_original(quantization, record, dtype)
         options = {"may_be_pending": False}
         model: Any
         trained, model = load_adapted(base, saved, *run, device, trust, **options)
@@ -221,7 +236,7 @@ def compare_merges(
                     with model.disable_adapter():
                         plain = _predict(model, _BASE, rows, place, progress)
             except (ConfigError, ExportError, OSError, torch.OutOfMemoryError) as error:
-                if form not in _SMALLEST_FIRST:
+                if form not in _FORMS:
                     raise
                 notes.append(f"{form} is not measured: {in_one_line(error)}")
             model = None
@@ -232,7 +247,12 @@ def compare_merges(
     if not measured:
         raise ExportError(f"nothing can be merged: {'; '.join(notes)}")
     merges = {form: _compare(one, adapted, plain) for form, one in measured.items()}
-    return MergeComparison(merges, *_recommend(measured), tuple(notes))
+    one, *_ = merges.values()  # all have the same adapter model and base
+    if one.has_gain:
+        recommended, reason = _recommend(measured)
+    else:
+        recommended, reason = "", _NO_GAIN.format(one.loss)
+    return MergeComparison(merges, recommended, reason, tuple(notes))
 
 
 def _tokenize(
@@ -244,34 +264,69 @@ def _tokenize(
     for place in places:
         if os.path.isfile(os.path.join(place, "tokenizer_config.json")):
             break
+    name = "texts"
+    if isinstance(texts, (str, os.PathLike)):
+        name = os.fspath(texts)
+        texts = _read_texts(Path(name))
     rows = []
     try:
-        if isinstance(texts, (str, os.PathLike)):
-            path = Path(texts)
-            content = path.read_text(encoding="utf-8")
-            texts = _PIECE.findall(content)
-            if path.suffix == ".jsonl":
-                texts = [*map(json.loads, content.splitlines())]
         tokenizer = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code
         )
-        for text in texts[:samples]:
+        for number, text in enumerate(texts[:samples], 1):
             if isinstance(text, dict):
-                text = text.get("text") or text["messages"]
+                found = text.get("text") or text.get("messages")
+                if not found:
+                    keys = ", ".join(map(shown, text))
+                    raise ConfigError(
+                        f"{name}, line {number}: expected 'text' or 'messages' that is not empty, found {keys}"
+                    )
+                text = found
             is_chat = not isinstance(text, str)
+            if is_chat and not tokenizer.chat_template:
+                raise ConfigError(
+                    f"the tokenizer in {os.fspath(place)!r} has no chat template: give 'text'"
+                )
             if is_chat:  # whose template writes the special tokens
                 text = tokenizer.apply_chat_template(text, tokenize=False)
             tokens = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
             if len(tokens) > 1:
                 rows.append(torch.tensor(tokens[:_MOST]))
-    except Exception as error:  # of JSON, of tokenizers and their templates
+    except ConfigError:
+        raise
+    except Exception as error:  # of tokenizers and their templates
         raise ConfigError(
-            "expected a text, or JSON lines (.jsonl) with 'text' or 'messages', that the tokenizer in "
-            f"{os.fspath(place)!r} takes: {in_one_line(error)}"
+            f"{name}: expected texts that the tokenizer in {os.fspath(place)!r} takes: {in_one_line(error)}"
         ) from error
 
     if len(rows) < 2:
-        raise ConfigError(f"expected at least two texts, found {len(rows)}")
+        raise ConfigError(f"{name}: expected at least two texts, found {len(rows)}")
+    return rows
+
+
+def _read_texts(path: Path) -> list[Any]:
+    """Return the rows of a file of JSON lines, or the pieces of plain text."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = "no such file" if not path.exists() else in_one_line(error)
+        raise ConfigError(f"{path}: {reason}") from error
+
+    if path.suffix != ".jsonl":
+        if path.suffix == ".json":
+            raise ConfigError(
+                f"{path}: expected JSON lines (.jsonl) or plain text; call JSON lines .jsonl"
+            )
+        return _PIECE.findall(content)
+
+    rows = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {number}: expected a row of JSON: {in_one_line(error)}"
+            ) from error
     return rows
 
 
@@ -332,6 +387,7 @@ def _compare(merged: Tensor, adapted: Tensor, plain: Tensor) -> TextMeasure:
         _MERGED: merged,
         _BASE: plain,
         "difference": merged - adapted,
+        "gain": plain - adapted,
         "gain_kept": _in_parts(plain - merged, plain - adapted),
         "divergence_left": _in_parts(left, whole),
     }
@@ -355,7 +411,16 @@ def _recommend(measured: Mapping[str, Tensor]) -> tuple[str, str]:
             best,
             "its loss is the lowest, and no other is within two standard errors of it",
         )
-    return next(form for form in (*_SMALLEST_FIRST, best) if form in alike), (
-        f"the losses of {' and '.join(alike)} are within two standard errors of the lowest, that of {best}, and of "
-        "these it is the smallest, or on the base that was trained"
+    smallest_first = reversed(FORMS)
+    chosen = next(form for form in (*smallest_first, best) if form in alike)
+    if chosen == best:
+        alike.remove(best)
+        return (
+            best,
+            f"its loss is the lowest; within two standard errors of it: {', '.join(alike)}",
+        )
+    better = "is on the base that was trained" if chosen == HALF else "is smaller"
+    return (
+        chosen,
+        f"{best}'s loss is the lowest, but {chosen} is within two standard errors of it, and {better}",
     )

@@ -40,7 +40,8 @@ HELP = (
     "exactly dequantized weights, and the half-precision model is written, one tensor at a time, with what else the "
     "folders hold that loaders read: the tokenizer, chat templates, poolings, code. With --as mixed the layers that "
     "the adapter does not touch stay quantized; with --as quantized all do, and what the adapter adds is rounded at "
-    "random, without bias. With --no-adapter the dequantized BASE alone is written.\n\n"
+    "random, without bias. With --as original it is merged onto the 16-bit weights of BASE. With --no-adapter the "
+    "dequantized BASE alone is written.\n\n"
     "Which form? With --compare FILE each is merged, and its loss on your own texts is compared with that of the "
     "adapter model, and with a merge onto the base's 16-bit weights, where these are at hand. The last line says which "
     "to take, and why. Without --out nothing is written.\n\n"
@@ -66,12 +67,12 @@ def command(
         Path | None, typer.Option(metavar="DST", help="The folder to make.")
     ] = None,
     as_: Annotated[
-        Literal["half", "mixed", "quantized"],
+        Literal["half", "mixed", "quantized", "original"],
         typer.Option(
             "--as",
             metavar="FORM",
             help="The form of the merged model: half, in half precision; mixed, layers that the adapter does not touch "
-            "quantized; or quantized, all layers.",
+            "quantized; quantized, all layers; or original, in half precision on the base's own 16-bit weights.",
         ),
     ] = "half",
     no_adapter: Annotated[
@@ -155,7 +156,7 @@ def command(
     def measure(doing: Doing) -> Any:
         from .. import compare_merges
 
-        return compare_merges(
+        found = compare_merges(
             paths[-1],
             str(compare),
             base=base,
@@ -164,12 +165,19 @@ def command(
             progress=doing.now,
             **options,
         )
+        if out is None and found.recommended:
+            form = f"--as {found.recommended} --out DIR"
+            hints.append(f"to write it, give {form} in place of --compare")
+        return found
 
+    hints: list[str] = []
     if compare is not None:
         status = write(measure, f"comparing {paths[-1]}", json_, trust_remote_code)
         if status != EXIT_DONE:
             return status
     if out is None:
+        for hint in hints:
+            say(hint)
         return EXIT_DONE
 
     def merge(doing: Doing) -> ExportReport:

@@ -217,6 +217,33 @@ def test_a_merge_that_lost_the_adapter_is_not_recommended_and_the_table_says_wha
     assert json.loads(json.dumps(found.to_dict()))["merges"]["half"]["gain_kept"] == found.merges["half"].gain_kept
 
 
+def test_where_the_adapter_gains_nothing_no_form_is_recommended(run: TextRun) -> None:
+    texts = ["\x01\x02 what nobody trains on %d" % number * 4 for number in range(4)]  # noqa: UP031
+    found = compare_merges(run.adapter, texts, base=run.base, forms=["half", "original"], device="cpu")
+    measure = found.merges["half"]
+    gain = measure.loss["base"] - measure.loss["adapter"]
+    assert gain <= 2 * measure.standard_error["gain"]
+    assert found.recommended == ""
+    header, half, *_, last = str(found).splitlines()
+    assert half[header.index("gain") : header.index("%") + 1].strip() == ""
+    losses = f"the adapter's loss ({measure.loss['adapter']:.3f}) is not below the base's ({measure.loss['base']:.3f})"
+    remedy = "give texts of what it learned, or more of them"
+    assert last == f"no form is recommended: on these texts {losses} by two standard errors; {remedy}"
+    assert f"no gain over the base ({measure.loss['base']:.3f})" in str(measure)
+
+
+def test_the_original_form_is_written_by_its_name_and_is_pefts_merge(
+    run: TextRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["merge", str(run.base), str(run.adapter), "--as", "original", "--device", "cpu"]
+    assert main([*arguments, "--out", str(tmp_path / "merged"), "--check"]) == 0
+    assert "merged onto the base's own 16-bit weights" in capsys.readouterr().err
+    written = run.load(folder=tmp_path / "merged").state_dict()
+    expected = run.reload().state_dict()
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+
 def test_forms_that_cannot_be_merged_are_named_with_the_reason(run: TextRun) -> None:
     forms = ["half", "mixed"]
     found = compare_merges(run.adapter, run.texts[:3], base=run.base, forms=forms, device="cpu")
@@ -287,10 +314,14 @@ def test_the_tokenizer_is_the_merged_folders_then_the_adapters_then_the_bases(ru
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"text": "some"}\n{"prompt": "some"}', "takes: 'messages'"),
-        ('{"text": "some"}\nsome', "takes: Expecting value: line 1"),
-        ('{"text": "some"}', "expected at least two texts, found 1"),
-        ("", "expected at least two texts, found 0"),
+        (
+            '{"text": "some"}\n{"prompt": "some", "completion": "more"}',
+            "some.jsonl, line 2: expected 'text' or 'messages' that is not empty, found 'prompt', 'completion'",
+        ),
+        ('{"text": "some"}\n{"text": ""}', "some.jsonl, line 2: expected 'text' or 'messages' that is not empty"),
+        ('{"text": "some"}\nsome', "some.jsonl, line 2: expected a row of JSON: Expecting value: line 1"),
+        ('{"text": "some"}', "some.jsonl: expected at least two texts, found 1"),
+        ("", "some.jsonl: expected at least two texts, found 0"),
     ],
 )
 def test_texts_that_cannot_be_read_are_refused_before_a_model_is_loaded(
@@ -299,6 +330,26 @@ def test_texts_that_cannot_be_read_are_refused_before_a_model_is_loaded(
     (tmp_path / "some.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=said):
         compare_merges(run.adapter, tmp_path / "some.jsonl", base=run.base, progress=lambda *_: pytest.fail("loaded"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("none.jsonl", "none.jsonl: no such file"), ("some.json", "some.json: expected JSON lines")],
+)
+def test_a_file_that_is_not_there_or_has_another_name_is_refused(
+    name: str, said: str, run: TextRun, tmp_path: Path
+) -> None:
+    (tmp_path / "some.json").write_text('{"text": "some"}\n{"text": "more"}')
+    with pytest.raises(ConfigError, match=said):
+        compare_merges(run.adapter, tmp_path / name, base=run.base)
+
+
+def test_messages_without_a_chat_template_are_refused(run: TextRun, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(run.base, base)
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"the tokenizer in '.*base' has no chat template: give 'text'"):
+        compare_merges(run.adapter, [[{"role": "user", "content": "some"}]] * 2, base=base)
 
 
 def test_a_model_that_predicts_no_next_token_is_refused(tmp_path: Path) -> None:
@@ -358,6 +409,7 @@ def test_merge_compares_the_forms_and_writes_nothing_without_out(
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.chdir(place)
+    file.write_text("\n".join(json.dumps({"text": text}) for text in run.texts))  # so many show a gain
     arguments = ["merge", str(run.base), str(run.adapter), "--compare", str(file), "--device", "cpu"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
@@ -366,6 +418,8 @@ def test_merge_compares_the_forms_and_writes_nothing_without_out(
     assert [row.split()[0] for row in rows[:4]] == ["half", "quantized", "original", "(adapter)"]
     assert rows[-1].startswith("take ")
     assert "kbitwrap: note: mixed is not measured: an adapter touches every quantized layer" in err
+    recommended = rows[-1].split()[1].rstrip(":")
+    assert f"kbitwrap: to write it, give --as {recommended} --out DIR in place of --compare" in err
     assert [*place.iterdir()] == []
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
