@@ -21,7 +21,7 @@ from ..model.wrappers import canonical_fqn
 from ..reports import first_of, in_one_line, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
-_BASE = "base_model_name_or_path"
+BASE_MODEL = "base_model_name_or_path"
 _MOST_RANKS = 1024  # so many are allocated without a tensor of that size
 # What Unsloth adds to a config: how the columns of LoRA's factors lie for a stack of
 # experts, and the same by parameter.
@@ -108,19 +108,27 @@ def read_adapter(adapter: StrPath) -> SavedAdapter:
 
     Raise `ConfigError` where it is damaged, or says what PEFT does not know.
     """
+    from transformers.trainer_utils import get_last_checkpoint
+
     folder = adapter_folder(adapter)
     file = adapter_file(folder)
     path = folder / "adapter_config.json"
     if file is None or not os.path.isfile(path):
+        # of a Trainer that was not asked to save the model itself
+        newest = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+        if newest is not None and adapter_file(Path(newest)) is not None:
+            raise ConfigError(
+                f"{os.fspath(folder)!r} holds no adapter; its newest checkpoint does: give {newest!r}"
+            )
         raise ConfigError(
             f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}"
         )
 
     saved = SavedAdapter(folder, read_json(path), read_tensors(file))
-    named = saved.config.get(_BASE)
+    named = saved.config.get(BASE_MODEL)
     if not isinstance(named, str | None):
         raise ConfigError(
-            f"{os.fspath(path)!r}: {_BASE}: expected a name or a path, found {shown(named)}"
+            f"{os.fspath(path)!r}: {BASE_MODEL}: expected a name or a path, found {shown(named)}"
         )
 
     # PEFT allocates what the config says before anything is compared

@@ -39,7 +39,7 @@ from ..model.quantization import (
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import find_dtype
-from .adapters import SavedAdapter, vocabulary_layers, with_adapter
+from .adapters import BASE_MODEL, SavedAdapter, vocabulary_layers, with_adapter
 from .base_quantization import OF_BASE, QUANTIZATION, UNKNOWN, BaseQuantization
 from .reader import StoredTensor, recorded_shapes
 from .sides import files_of_base, original_tensors
@@ -199,7 +199,7 @@ def named_base(saved: SavedAdapter) -> str:
 
     Raise `ConfigError` where it names none.
     """
-    name = saved.config.get("base_model_name_or_path")
+    name = saved.config.get(BASE_MODEL)
     if not name:
         raise ConfigError(
             f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "
@@ -214,7 +214,7 @@ def other_named_base(saved: SavedAdapter, source: StrPath) -> str | None:
 
     A copy in a folder of the same name is taken for the same.
     """
-    named = saved.config.get("base_model_name_or_path")
+    named = saved.config.get(BASE_MODEL)
     if not named or os.path.realpath(named) == os.path.realpath(source):
         return None
 

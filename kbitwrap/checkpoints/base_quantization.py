@@ -12,7 +12,7 @@ from ..manifest.manifest import Manifest
 from ..model.pretrained import as_plain, own_settings, read_config
 from ..model.quantization import kind_of
 from ..tensors.dtypes import find_dtype
-from .adapters import SavedAdapter
+from .adapters import BASE_MODEL, SavedAdapter
 from .reader import recorded_quantization
 
 QUANTIZATION = "how the base was quantized in training"
@@ -109,7 +109,16 @@ def find_quantization(
             f"None, found {given!r}"
         )
 
-    own = own_quantization(base, trust_remote_code)
+    try:
+        own = own_quantization(base, trust_remote_code)
+    except ConfigError as error:
+        is_named = saved is not None and base == saved.config.get(BASE_MODEL)
+        if not is_named or os.path.exists(base):
+            raise
+        raise ConfigError(
+            f"{error}; the config of the adapter names this base: give the base that is here"
+        ) from error
+
     if own is not None:
         _refuse_other(f"the base {os.fspath(base)!r}", own, given)
         return BaseQuantization(own, OF_BASE)

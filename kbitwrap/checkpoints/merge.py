@@ -304,7 +304,7 @@ def merge_live(
     base = manifest.model.name_or_path
     device = next(model.parameters()).device
     *_, last = model.peft_config.values()
-    added = f"{last.peft_type.value} adapter `{name}`"
+    added = f"{last.peft_type.value} adapter trained in `{name}`"
 
     def finish(folder: Path, merged: Merged) -> None:
         card = _card(base, added, form, quantization, merged, device, ())

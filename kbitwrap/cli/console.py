@@ -25,6 +25,7 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 EXIT_BROKEN_PIPE = 141  # as it reports one that SIGPIPE ended
 
+ADAPTER_CONFIG = "adapter_config.json"  # beside an adapter that PEFT saved
 QUANT_BY_CONFIG = (
     "By the BitsAndBytesConfig of the training script, nf4 is load_in_4bit=True with bnb_4bit_quant_type='nf4', fp4 is "
     "load_in_4bit=True alone, nf4-double and fp4-double are these with bnb_4bit_use_double_quant=True, int8 is "

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from .. import ConfigError
 from ..reports import first_of, shown
 from .console import (
+    ADAPTER_CONFIG,
     EXIT_DONE,
     EXIT_NO,
     InputError,
@@ -64,7 +65,6 @@ HELP = (
     "base: an engine that is sent adapters only needs that.\n\n"
     "Exit status: 0 no fault was found, 1 one was, 2 bad input."
 )
-_ADAPTER_CONFIG = "adapter_config.json"
 _MOST_TENSORS = 5  # of a wrong merge, in its table
 _REMEDY = (
     "A preparation upcast these, and the model was saved before it was undone. To get the original dtypes back, with "
@@ -139,7 +139,7 @@ def command(
         raise InputError("--text compares PATH with the adapter model: give --adapter")
     if (
         adapter is not None
-        and (path / _ADAPTER_CONFIG).is_file()
+        and (path / ADAPTER_CONFIG).is_file()
         and not (path / "config.json").is_file()
     ):
         raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from .. import ExportReport
 from .console import (
+    ADAPTER_CONFIG,
     EXIT_DONE,
     Doing,
     InputError,
@@ -133,6 +135,11 @@ def command(
     if len(paths) > (1 if no_adapter else 2):
         raise InputError(
             f"expected [BASE] ADAPTER, or BASE alone with --no-adapter, found {' '.join(paths)}"
+        )
+    holding = [os.path.isfile(os.path.join(path, ADAPTER_CONFIG)) for path in paths]
+    if holding == [True, False] and os.path.isdir(paths[-1]):
+        raise InputError(
+            f"{paths[1]!r} holds no adapter, {paths[0]!r} does: the order is BASE ADAPTER"
         )
     base: str | None = paths[0]
     adapter = None if no_adapter else paths[-1]

@@ -45,7 +45,7 @@ from ..model.tree import ModelTree
 from ..model.wrappers import is_sharded_tensor
 from ..preparation.casts import Casts
 from ..preparation.preparation import Preparation
-from ..reports import first_of, in_one_line
+from ..reports import first_of, in_one_line, shown
 from .lost_updates import LostUpdates
 
 _Model = Any  # a module, or ``None``
@@ -138,9 +138,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         essence, numerics = None, {}
         if self._manifest is not None:
             essence = self._manifest.essence()
+            adapters = self._manifest.adapters
             numerics = {
                 "logits": self._manifest.logits,
                 "versions": self._manifest.versions,
+                "adapters": {name: [*one.dtypes] for name, one in adapters.items()},
+                "base": self._manifest.model.name_or_path,
             }
         args = {
             "manifest_name": self.manifest_name,
@@ -242,7 +245,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         merges = args.should_save or any(map(is_sharded_tensor, model.parameters()))
         if merges and self.merge_to is not None:
             try:
-                merge_live(
+                report = merge_live(
                     model,
                     Preparation.tree_of(model)[1] or self._recorded,
                     self._manifest,
@@ -251,6 +254,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                     name=folder.name,
                     processing_class=processing_class,
                 )
+                if args.should_save:
+                    kept = (
+                        ""
+                        if report.kept is None
+                        else f", {report.kept:.1%} of the delta kept"
+                    )
+                    told = f"merged into {self.merge_to} ({self.form.merge_as}){kept}"
+                    print(f"kbitwrap: {told}", file=sys.stderr)
             except (KbitWrapError, OSError) as error:
                 warnings.warn(
                     f"the model was trained, and not merged: {in_one_line(error)}; nothing was written to "
@@ -344,15 +355,37 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             found = self._manifest.diff_essence(expected)
         if not found:
             self._compare_logits(numerics)
+            self._compare_adapters(numerics.get("adapters", {}), state.global_step)
             return
+        base = numerics.get("base") or "another base"
+        checkpoint = f"checkpoint-{state.global_step}"
+        own = "nothing that is prepared"
+        if self._manifest is not None:
+            own = shown(self._manifest.model.name_or_path)
         raise ManifestMismatchError(
-            f"the checkpoint of step {state.global_step} was trained on another base, or on one that was prepared "
-            f"differently; {found.summary()}. No step was taken. Load that base again and prepare it with "
-            f"KbitPreparedModel.from_manifest(model, manifest), with the checkpoint's {self.manifest_name}, whose "
-            "diff(prepared.manifest()) names each tensor, or not at all where that says 'not prepared'; or train "
-            "without resuming",
+            f"the checkpoint of step {state.global_step} was trained on {shown(base)}, and this run has {own}; what "
+            f"differs: {found.summary()}. No step was taken. Load the base of the checkpoint, and prepare it with "
+            f"KbitPreparedModel.from_manifest(model, '{checkpoint}/{self.manifest_name}'), or not at all where that "
+            f"says 'not prepared'; or train without resuming. 'kbitwrap doctor {checkpoint} --base BASE' names each "
+            "tensor",
             **vars(found),
         )
+
+    def _compare_adapters(self, recorded: Mapping[str, list[str]], step: int) -> None:
+        """Warn where PEFT loaded the adapters in another dtype than that in which they were trained."""
+        for name, one in (
+            {} if self._manifest is None else self._manifest.adapters
+        ).items():
+            before, now = recorded.get(name), [*one.dtypes]
+            if before in (None, now):
+                continue
+            warnings.warn(
+                f"the adapter {name!r} was {' and '.join(before)} at step {step}, and is {' and '.join(now)} now: "
+                "losses will differ in the last digits; resume inside prepared_trainer(trainer, "
+                f"adapter_dtype={before[0]!r})",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _compare_logits(self, numerics: Mapping[str, Any]) -> None:
         """Warn where the base, which is the recorded one, computed other logits in the first run."""

@@ -354,9 +354,9 @@ class Manifest(Report, ManifestPart):
         )
         if differences:
             raise ManifestMismatchError(
-                f"this {contents.model['class']} is not the model that was prepared: "
-                f"{differences.summary()}. Load the one recorded: "
-                f"{self.model.class_name} from {self.model.name_or_path!r}",
+                f"this {contents.model['class']} is not the base that the run recorded, "
+                f"{self.model.class_name} from {self.model.name_or_path!r}: load that "
+                f"one. What differs: {differences.summary()}",
                 **vars(differences),
             )
 

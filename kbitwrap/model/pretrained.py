@@ -337,6 +337,8 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
         own = content.get("auto_map") if isinstance(content, dict) else None
         if not trust_remote_code and isinstance(own, dict) and "AutoConfig" in own:
             reason = "it brings code along, which runs only with trust_remote_code=True (--trust-remote-code)"
+        elif not (content or os.path.exists(path)):
+            reason = f"it is no folder here, and no model of that name is in the cache or on the hub ({reason})"
         raise ConfigError(f"cannot read a config from {name!r}: {reason}") from error
 
     return config

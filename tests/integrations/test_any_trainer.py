@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,17 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("who", PREPARED)
-def test_one_line_records_any_run_and_merges_it_and_changes_no_number(who: str, base: Path, tmp_path: Path) -> None:
+def test_one_line_records_any_run_and_merges_it_and_changes_no_number(
+    who: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = train(PREPARED[who](load_base()), tmp_path / "alone", None, bf16=True)
     model = PREPARED[who](load_base())
     before = Snapshot(model)
     callback = KbitTrainerCallback(merge_to=tmp_path / "live")
     trainer = train(model, tmp_path / "run", callback, bf16=True)
     assert outcome(trainer) == outcome(alone)
+    said = f"kbitwrap: merged into {tmp_path / 'live'} (half), "
+    assert re.search(re.escape(said) + r"\d+\.\d% of the delta kept\n", capsys.readouterr().err)
     if who == "the drop-in":
         assert prepared_of(trainer.model) is not None
         restore(trainer.model)
@@ -102,12 +107,15 @@ def test_one_line_records_any_run_and_merges_it_and_changes_no_number(who: str, 
 
     # by what the record says, the saved adapter gives the model that was merged live
     adapter = tmp_path / "run" / LAST
+    newest = f"'.*run' holds no adapter; its newest checkpoint does: give '.*{LAST}'"
+    with pytest.raises(ConfigError, match=newest):
+        merge_checkpoint(base, tmp_path / "run", tmp_path / "saved")
     merge_checkpoint(base, adapter, tmp_path / "saved", check=True)
     assert_same_model(tmp_path / "live", tmp_path / "saved")
     assert not doctor(adapter, base=base).findings
     cards = [(tmp_path / name / "README.md").read_text() for name in ("live", "saved")]
     assert all("in nf4 in training, which the manifest says" in card for card in cards)
-    assert "The LORA adapter `run` was added" in cards[0]
+    assert "The LORA adapter trained in `run` was added" in cards[0]
     assert '"use_cache": false' not in (tmp_path / "live" / "config.json").read_text()
 
 
