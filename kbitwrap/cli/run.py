@@ -35,9 +35,9 @@ from .usage import Budget, DeviceMemory, Unified, expect_one_at_most, given
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = (
     "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's; or say what its step will take.\n\n"
-    "kbitwrap run --plan --device-memory 24GB train.py --epochs 3\n"
+    "kbitwrap run --plan --device-memory 24GiB train.py --epochs 3\n"
     "kbitwrap run --precision norms train.py --epochs 3\n\n"
-    "The first says whether a step of the script fits a GPU of 24 GB, and trains nothing. The second trains, prepared "
+    "The first says whether a step of the script fits a GPU of 24 GiB, and trains nothing. The second trains, prepared "
     "by kbitwrap in place of PEFT: nothing in the script is edited. Options before SCRIPT are kbitwrap's, those after "
     "it the script's.\n\n"
     "The script is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the "

@@ -105,7 +105,7 @@ Budget = Annotated[
     typer.Option(
         metavar="BYTES",
         parser=num_bytes,
-        help="The most that all tensors of a step may take, the model's among them, such as 7GiB. The CUDA context "
+        help="The most that torch's allocator may reserve in a step, the model included, such as 7GiB. The CUDA context "
         "comes on top.",
         rich_help_panel="What a step has to fit",
     ),
@@ -115,7 +115,7 @@ DeviceMemory = Annotated[
     typer.Option(
         metavar="BYTES",
         parser=num_bytes,
-        help="In place of --budget: the memory of the GPU, such as 24GB, of which the CUDA context is taken off.",
+        help="In place of --budget: the memory of the GPU, such as 24GiB, of which the CUDA context is taken off.",
         rich_help_panel="What a step has to fit",
     ),
 ]
