@@ -37,7 +37,7 @@ from ..preparation.process import plain_mode
 from ..reports import ExportReport, first_of, shown
 from ..tensors.devices import accelerator_type
 from ..tensors.dtypes import HALF_DTYPES, parse_dtype
-from .adapters import read_adapter
+from .adapters import SavedAdapter, read_adapter
 from .base import (
     TrainedBase,
     load_adapted,
@@ -185,6 +185,9 @@ def merge_checkpoint(
             raise ConfigError("expected a base or an adapter, found neither")
         base = named_base(saved)
 
+    if saved is not None:
+        _refuse_merged(base, saved)
+
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
     if device is None:
@@ -276,6 +279,22 @@ def merge_checkpoint(
         is_merge=saved is not None,
         **of_merge,
     )
+
+
+def _refuse_merged(base: StrPath, saved: SavedAdapter) -> None:
+    """Raise where a base is a merge of this adapter by its card, and not the base that the adapter names."""
+    named = other_named_base(saved, base)
+    path = Path(base, CARD)
+    if named is None or not os.path.isfile(path):
+        return
+
+    card = path.read_text(encoding="utf-8", errors="replace")
+    name = name_of_base(os.fspath(saved.folder))
+    if "Written by kbitwrap" in card and f"`{name}` was added" in card:
+        raise ConfigError(
+            f"{os.fspath(base)!r} is a merge of the adapter {name!r} already, as its {CARD} says: give the base that "
+            f"was trained on, {shown(named)}"
+        )
 
 
 def merge_live(

@@ -105,8 +105,8 @@ Budget = Annotated[
     typer.Option(
         metavar="BYTES",
         parser=num_bytes,
-        help="The most that torch's allocator may reserve in a step, the model included, such as 7GiB. The CUDA context "
-        "comes on top.",
+        help="The most that torch's allocator may reserve in a step, the model included, such as 7GiB. The CUDA "
+        "context comes on top.",
         rich_help_panel="What a step has to fit",
     ),
 ]
