@@ -92,7 +92,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         merge_as: The form of the merged model, as for ``KbitPreparedModel.export``.
 
     Raises:
-        ConfigError: There is no form ``merge_as``.
+        ConfigError: There is no form ``merge_as``. When training begins: ``merge_to`` is or
+            holds the output folder.
         StateError: When training begins: the model has no adapters and is not prepared,
             is not prepared by ``prepared``, or is suspended; or an adapter is not in ``adapter_dtype``,
             because it was made or loaded after the model was adopted. When a step
@@ -176,6 +177,13 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
         self._refuse_suspended(args, state, control, model)
+        output = Path(args.output_dir or ".").resolve()
+        if self.merge_to and output.is_relative_to(Path(self.merge_to).resolve()):
+            raise ConfigError(
+                f"merge_to: expected a folder of its own, such as {os.path.join(args.output_dir or '.', 'merged')!r}, "
+                f"found {str(self.merge_to)!r}, which holds the checkpoints. No step was taken"
+            )
+
         prepared = self._wrapper(model)
         _refuse_sharded_integers(model)
         if args.save_strategy != "no" or state.global_step:

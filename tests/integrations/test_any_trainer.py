@@ -152,6 +152,12 @@ def test_the_merge_at_the_end_has_the_form_asked_for_and_takes_its_own_place_aga
         KbitTrainerCallback(merge_as="double")
 
 
+def test_a_merge_into_the_output_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"merge_to: expected a folder of its own, .*No step was taken"):
+        train(load_base(), tmp_path / "run", KbitTrainerCallback(merge_to=tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoint-1").exists()
+
+
 def test_a_merge_that_is_refused_is_a_warning_and_the_training_stands(tmp_path: Path) -> None:
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "mine.txt").write_text("mine")
