@@ -146,12 +146,13 @@ def heads() -> set[str]:
     found = set()
     for name in ("CausalLM", "ImageTextToText", "MaskedLM", "MultimodalLM", "Seq2SeqLM", "SpeechSeq2Seq"):
         for classes in getattr(transformers, f"AutoModelFor{name}")._model_mapping.values():
-            found |= {cls.__name__ for cls in (classes if isinstance(classes, (list, tuple)) else [classes])}
-    return found
+            found |= {*(classes if isinstance(classes, (list, tuple)) else [classes])}
+    # A checkpoint's own code registers classes too.
+    return {cls.__name__ for cls in found if cls.__module__.startswith("transformers.")}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("names", few(["all", TIED], [TIED]))
+@pytest.mark.parametrize("names", ["all", TIED])
 def test_the_layers_to_quantize_are_those_that_transformers_chooses(names: str) -> None:
     wrong, built = {}, 0
     for name in sorted(heads()) if names == "all" else names.split():
