@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..edits.base import Attributes
-from ..edits.journal import Call, Journal
+from ..edits.journal import Call, Journal, Undoing
 from ..edits.kept import ForwardState
-from ..edits.training import runtime_states
+from ..edits.training import RuntimeState, runtime_states
 from ..model.quantization import is_rewritten, keep_kernels_of_training
 from ..model.tree import ModelTree
 from ..model.wrappers import (
@@ -36,7 +36,10 @@ _SWITCH = "_disable_adapters"
 
 
 def with_logits(
-    manifest: Manifest, model: nn.Module, autocast: torch.dtype | None = None
+    manifest: Manifest,
+    model: nn.Module,
+    autocast: torch.dtype | None = None,
+    recorded: Preparation | None = None,
 ) -> Manifest:
     """Return the manifest with the digest of what the base computes for the tokens 0 to 15; the model stays as it is.
 
@@ -48,6 +51,8 @@ def with_logits(
         manifest: The manifest of the model.
         model: The model as it is to be trained.
         autocast: The dtype of the autocast that it is trained under; ``None`` without.
+        recorded: The record of a model that nothing prepared: the base computes with
+            the statistics in it, which an evaluation may have replaced.
     """
     base = unwrap(model)[0]
     if not isinstance(base, loaded_class("transformers", "PreTrainedModel")):
@@ -67,6 +72,8 @@ def with_logits(
             adapters.append(module)
 
     with plain_mode(), _as_it_is(tree):
+        for state in recorded.journal.of(RuntimeState) if recorded else ():
+            state.undo(tree, Undoing())
         keep_kernels_of_training(base)
         for module in adapters:
             vars(module)[_SWITCH] = True
