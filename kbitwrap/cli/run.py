@@ -116,7 +116,10 @@ def command(
     text = Path(script).read_text("utf-8", errors="replace")
     said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
     if precision is None and _FSDP.search("\n".join(said)):
-        precision, why = Precision.FULL, ", because FSDP is named in the script, its arguments or the environment"
+        precision, why = (
+            Precision.FULL,
+            ", because FSDP is named in the script, its arguments or the environment",
+        )
     precision = precision or Precision.COMPUTE
     if not plan:
         return _run(script, arguments, _watching(precision, why))

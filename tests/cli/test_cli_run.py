@@ -218,7 +218,8 @@ def test_a_record_is_of_the_base_as_it_was_loaded_however_an_adapter_is_saved(tm
     (tmp_path / "save.py").write_text(SAVES)
     status, _, err = run("-m", "kbitwrap", "run", "save.py", folder=tmp_path)
     assert status == 0, err
-    expected = ["before", "before/other", "after", "after/other", "one", "one/other/default", "native", "pissa", "olora"]
+    expected = ["before", "before/other", "after", "after/other", "one", "one/other/default"]
+    expected += ["native", "pissa", "olora"]
     found = [path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("kbitwrap.json")]
     assert sorted(found) == sorted(expected)
     for folder in expected:
