@@ -52,8 +52,6 @@ HELP = (
 SETTINGS = {"allow_interspersed_args": False}
 # FSDP takes what "compute" puts in front of a weight for the weight.
 _FSDP = re.compile(r"fsdp|fully_shard", re.IGNORECASE)
-# PEFT's ways to begin an adapter that leave a residual in the base.
-_REWRITE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _Stopped(BaseException):
@@ -224,6 +222,7 @@ def _watching(precision: Precision, why: str) -> Iterator[None]:
         from transformers import PreTrainedModel
 
         from .. import Manifest, patched
+        from ..checkpoints.adapters import rewrites_base
         from ..edits.training import Statistics
         from ..model.wrappers import unwrap
         from ..preparation.preparation import Preparation
@@ -255,8 +254,7 @@ def _watching(precision: Precision, why: str) -> Iterator[None]:
             if not isinstance(configs, dict):
                 configs = {"": configs}
             for config in configs.values():
-                start = str(getattr(config, "init_lora_weights", ""))
-                if start.startswith(_REWRITE_THE_BASE) and base not in manifests:
+                if rewrites_base(vars(config)) and base not in manifests:
                     record(model)
             adapt(tuner, model, peft_config, *args, **kwargs)
 
