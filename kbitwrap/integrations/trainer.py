@@ -108,6 +108,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         ManifestMismatchError: When training begins: the checkpoint to resume from was
             trained on another base, or on one that was prepared differently. No step
             was taken.
+        ManifestError: When training begins: an adapter is merged into the model, so that
+            the base is not there to be recorded.
         ExportError: A manifest could not be written.
 
     Example:
@@ -277,7 +279,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                     )
                     told = f"merged into {self.merge_to} ({self.form.merge_as}){kept}"
                     print(f"kbitwrap: {told}", file=sys.stderr)
-            except (KbitWrapError, OSError) as error:
+            except (
+                KbitWrapError,
+                OSError,
+                MemoryError,
+                torch.OutOfMemoryError,
+            ) as error:
                 warnings.warn(
                     f"the model was trained, and not merged: {in_one_line(error)}; nothing was written to "
                     f"{self.merge_to}. Save the adapter, which 'kbitwrap merge' merges",
@@ -322,7 +329,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         model: _Model = None,
         **kwargs: Any,
     ) -> None:
-        """Write the manifest into the checkpoint folder."""
+        """Write the manifest into the checkpoint folder, and into the folders of further adapters in it."""
         if not args.should_save or self._manifest is None:
             return
         pattern = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -333,6 +340,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         )
         if folders:
             self._manifest.save(folders[-1] / self.manifest_name)
+            for name in getattr(model, "peft_config", None) or ():
+                if (folders[-1] / name / "adapter_config.json").is_file():
+                    self._manifest.save(folders[-1] / name / self.manifest_name)
         else:
             warnings.warn(
                 f"found no {PREFIX_CHECKPOINT_DIR}-{state.global_step} in {args.output_dir}, so no manifest was "
