@@ -6,8 +6,12 @@ import errno
 import gc
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -499,6 +503,21 @@ def file(run: TextRun, tmp_path: Path) -> Path:
     path = tmp_path / "texts.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in run.texts[:4]))
     return path
+
+
+def test_a_comparison_that_is_asked_to_end_leaves_nothing(run: TextRun, file: Path, tmp_path: Path) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    file.write_text(file.read_text() + 100 * ("\n" + json.dumps({"text": run.texts[0]})))
+    options = ["--base", run.base, "--adapter", run.adapter, "--text", file, "--samples", "104", "--device", "cpu"]
+    command = [sys.executable, "-m", "kbitwrap", "doctor", run.base, *options]
+    process = subprocess.Popen(map(str, command), env={**os.environ, "TMPDIR": str(place)}, stderr=subprocess.PIPE)
+    while process.poll() is None and not [*place.glob("kbitwrap-*/1.pt")]:
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 143
+    assert [*place.glob("kbitwrap-*")] == []
 
 
 def test_doctor_says_what_a_merge_keeps_on_a_text(
