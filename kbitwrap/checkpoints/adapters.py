@@ -33,9 +33,16 @@ _BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # an owner and a name: no adapter has a name alone, which may be a folder's
 _NAME_ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# PEFT's ways to begin an adapter that leave a residual in the base
+_REWRITING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # what a Trainer saves beside an adapter in order to go on
 _OF_TRAINING = ["checkpoint-*/*", "*.pt", "*.pth", ".*"]
 _NO_VALUES: tuple[Any, ...] = (None, False, "", [], {})
+
+
+def rewrites_base(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT leaves a residual in the base when it makes an adapter with this config."""
+    return str(config.get("init_lora_weights")).startswith(_REWRITING)
 
 
 @dataclass(frozen=True)

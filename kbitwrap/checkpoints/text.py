@@ -7,6 +7,7 @@ every other model is compared with it.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import os
@@ -25,20 +26,20 @@ from ..config import StrPath
 from ..errors import ConfigError, ExportError
 from ..export.forms import FORMS, HALF, QUANTIZED
 from ..export.merge import NO_GAIN
-from ..model.pretrained import load_pretrained
+from ..model.pretrained import load_pretrained, read_config
 from ..model.quantization import keep_kernels_of_training
 from ..preparation.process import empty_cache, plain_mode
 from ..reports import Report, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
-from .adapters import read_adapter
-from .base import load_adapted, named_base
+from .adapters import read_adapter, rewrites_base
+from .base import load_adapted, load_base, named_base
 from .base_quantization import find_quantization, run_on_original
 from .measure import ORIGINAL
 from .merge import merge_checkpoint
 from .reader import load_manifest, saved_manifest
 
 _ADAPTER, _MERGED, _BASE = "adapter", "merged", "base"
-_MODEL = "adapter model"
+_MODEL, _BASE_MODEL = "adapter model", "base model"
 _FORMS = (*FORMS, ORIGINAL)
 _MOST = 512  # tokens of a text
 _PIECE = re.compile(r"(?s).{1,2048}")  # of plain text
@@ -162,7 +163,8 @@ def compare_merges(
         adapter: The folder that PEFT saved the adapter in, or its name on the hub.
         texts: A file: JSON lines that have ``text`` or ``messages`` (``.jsonl``), or else
             plain text, which is cut into pieces of 2,048 characters. Or the texts, as
-            strings or such rows. Each is cut after 512 tokens.
+            strings or such rows, a ``Dataset`` too. Each is cut after 512 tokens,
+            or after the positions that the model learned.
         base: The base, as for `merge_checkpoint`.
         forms: The merges: ``"half"``, ``"mixed"`` and ``"quantized"``, as for
             `merge_checkpoint`; ``"original"``, PEFT's merge onto the base's own 16-bit
@@ -190,6 +192,10 @@ def compare_merges(
         ...
         kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
     """
+    if samples < 2 or not forms:
+        raise ConfigError(
+            f"expected at least two samples and one form, found {samples} and {[*forms]}"
+        )
     saved = read_adapter(adapter)
     base = base or named_base(saved)
     record = saved_manifest(saved.folder)
@@ -201,6 +207,12 @@ def compare_merges(
     quantization = find_quantization(base, given, record, saved, trust)
     folders = [form for form in forms if form not in _FORMS]
     rows = _tokenize(texts, samples, [*folders, saved.folder, base], trust)
+    config = read_config(base, trust).get_text_config()
+    num_virtual = saved.config.get("num_virtual_tokens") or 0
+    num_positions = getattr(config, "max_position_embeddings", None) or 0
+    is_rotary = any(name.startswith("rope_") for name in config.to_dict())
+    if num_positions > 0 and not is_rotary:
+        rows = [row[: max(num_positions - num_virtual, 2)] for row in rows]
 
     def load(form: str, merged: str) -> Any:
         if form in FORMS:
@@ -208,17 +220,25 @@ def compare_merges(
             if NO_GAIN in merge_checkpoint(base, saved.folder, merged, **options).notes:
                 raise ExportError(NO_GAIN)
             form = merged
-        if form not in (_MODEL, ORIGINAL):
+        if form not in (_MODEL, _BASE_MODEL, ORIGINAL):
             return load_pretrained(form, None, None, device, None, trust)[0]
         run: Any = (record, quantization, dtype)
         if form == ORIGINAL:
             run = run_on_original(quantization, record, dtype)
         options = {"may_be_pending": False}
         model: Any
+        if form == _BASE_MODEL:
+            trained = load_base(base, saved, record, quantization, dtype, device, trust)
+            for fqn, start in trained.unknown.items():
+                trained.model.get_parameter(fqn).data[start:] = 0
+            return trained.model
         trained, model = load_adapted(base, saved, *run, device, trust, **options)
         trained.finish_check()
         return model if form == _MODEL else model.merge_and_unload()
 
+    # Where the adapter writes into the base, turning it off does not give that back.
+    writes = saved.config.get("bias", "none") != "none" or rewrites_base(saved.config)
+    begin = (_MODEL, _BASE_MODEL) if writes else (_MODEL,)
     measured: dict[str, Tensor] = {}
     notes = []
     with (
@@ -228,13 +248,15 @@ def compare_merges(
         tempfile.TemporaryDirectory(prefix="kbitwrap-") as place,
     ):
         warnings.simplefilter("ignore", UserWarning)  # the report's notes have them
-        for form in (_MODEL, *map(str, forms)):
+        for form in (*begin, *map(str, forms)):
             try:
                 model = load(form, os.path.join(place, _MERGED))
-                measured[form] = _predict(model, form, rows, place, progress)
-                if form == _MODEL:
+                name = _BASE if form == _BASE_MODEL else form
+                measured[form] = _predict(model, name, rows, place, progress)
+                if form == begin[-1] == _MODEL:
                     with model.disable_adapter():
-                        plain = _predict(model, _BASE, rows, place, progress)
+                        found = _predict(model, _BASE, rows, place, progress)
+                        measured[_BASE_MODEL] = found
             except (ConfigError, ExportError, OSError, torch.OutOfMemoryError) as error:
                 if form not in _FORMS:
                     raise
@@ -243,7 +265,7 @@ def compare_merges(
             gc.collect()  # models are cycles of references
             empty_cache()
 
-    adapted = measured.pop(_MODEL)
+    adapted, plain = measured.pop(_MODEL), measured.pop(_BASE_MODEL)
     if not measured:
         raise ExportError(f"nothing can be merged: {'; '.join(notes)}")
     merges = {form: _compare(one, adapted, plain) for form, one in measured.items()}
@@ -273,7 +295,7 @@ def _tokenize(
         tokenizer = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code
         )
-        for number, text in enumerate(texts[:samples], 1):
+        for number, text in enumerate(itertools.islice(texts, samples), 1):
             if isinstance(text, dict):
                 found = text.get("text") or text.get("messages")
                 if not found:
@@ -341,24 +363,40 @@ def _predict(
         raise ConfigError(
             f"expected a model that predicts the next token, found {type(model).__name__}"
         )
+    largest = max(int(row.max()) for row in rows)
+    vocab_size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ConfigError(
+            f"{name}: its vocabulary has {vocab_size} tokens, and the tokenizer gave token {largest}: expected the "
+            "tokenizer, and the vocabulary, that was trained with"
+        )
     keep_kernels_of_training(model)
     figures = []
     for number, tokens in enumerate(rows):
         if told is not None:
             told(f"{name}: {number} of {len(rows)} texts")
         ids = tokens.to(model.device)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        found = logits.double().log_softmax(-1)
+        logits = model(input_ids=ids[None], use_cache=False).logits
+        # virtual tokens of a prompt, which PEFT puts first, have logits too
+        found = logits[0, -len(ids) : -1].double().log_softmax(-1)
         path = Path(place, f"{number}.pt")
         if not path.exists():
             likely = found.topk(min(_MOST_KEPT, found.shape[-1])).indices
             torch.save((likely, _gather(found, likely)), path)
         likely, expected = torch.load(path, ids.device)
+        if int(likely.max()) >= found.shape[-1]:
+            raise ConfigError(
+                f"{name}: it predicts {found.shape[-1]} tokens, and the adapter model more: expected the vocabulary "
+                "that was trained with"
+            )
         off = expected - _gather(found, likely)
         divergence = (expected.exp() * off).sum(-1).mean()
         loss = -found.gather(-1, ids[1:, None]).mean()
         figures.append(torch.stack([loss, divergence]).cpu())
-    return torch.stack(figures, 1)
+    measured = torch.stack(figures, 1)
+    if not measured.isfinite().all():
+        raise ConfigError(f"{name}: what it predicts for the texts is not finite")
+    return measured
 
 
 def _gather(found: Tensor, likely: Tensor) -> Tensor:

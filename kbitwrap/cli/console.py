@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 from rich.status import Status
@@ -185,13 +187,31 @@ def working(
         say("--trust-remote-code: code that the model brings along is run")
     try:
         doing = Doing(what)
-        with doing, quiet_libraries():
+        with doing, quiet_libraries(), _cleaning_up():
             yield doing
     except ManifestMismatchError:
         raise
     except (KbitWrapError, OSError) as error:
         said = in_one_line(error) if is_script else first_line(error)
         raise InputError(said) from error
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """Let a process that SIGTERM ends remove its temporary folders before."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        sys.exit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # ----------------------------------------------------------------------------------------------------

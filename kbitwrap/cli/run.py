@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from unittest import mock
@@ -113,7 +114,10 @@ def command(
     text = Path(script).read_text("utf-8", errors="replace")
     said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
     if precision is None and _FSDP.search("\n".join(said)):
-        precision, why = Precision.FULL, ", because the script uses FSDP"
+        precision, why = (
+            Precision.FULL,
+            ", because FSDP is named in the script, its arguments or the environment",
+        )
     precision = precision or Precision.COMPUTE
     if not plan:
         return _run(script, arguments, _watching(precision, why))
@@ -211,45 +215,84 @@ def _watching(precision: Precision, why: str) -> Iterator[None]:
     """
     prepared: list[str] = []  # the class of the model, for each call
     recorded: dict[str, None] = {}  # the folders of adapters
-    manifests: Any = weakref.WeakKeyDictionary()  # by preparations
+    statistics: Any = weakref.WeakKeyDictionary()  # by bases
+    manifests: Any = weakref.WeakKeyDictionary()  # by bases
 
     def patch(peft: Any) -> None:
+        from transformers import PreTrainedModel
+
         from .. import Manifest, patched
+        from ..checkpoints.adapters import rewrites_base
+        from ..edits.training import Statistics
+        from ..model.wrappers import unwrap
         from ..preparation.preparation import Preparation
         from ..prepared import PeftPreparedModel
 
+        tuner_class = peft.tuners.tuners_utils.BaseTuner
         prepare = PeftPreparedModel.apply_on_top
-        save = peft.PeftModel.save_pretrained
+        adapt = tuner_class.__init__
+        save_adapters = peft.PeftModel.save_pretrained
+        save_model = PreTrainedModel.save_pretrained
+
+        def record(model: Any) -> None:
+            with contextlib.suppress(KbitWrapError):  # a save says why
+                recorded_now = Manifest.of(Preparation.recording(model))
+                manifests[unwrap(model)[0]] = recorded_now
 
         def prepare_noting(model: Any, *args: Any) -> None:
             prepare(model, *args)
             prepared.append(type(model).__name__)
-            preparation = Preparation.recording(model)
-            with contextlib.suppress(KbitWrapError):  # a save says why
-                # now: rank 0 saves alone what FSDP shards
-                manifests[preparation] = Manifest.of(preparation)
+            record(model)  # now: rank 0 saves alone what FSDP shards
 
-        def save_noting(model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
-            save(model, folder, *args, **kwargs)
-            for name in model.peft_config:
-                place = Path(folder, "" if name == "default" else name)
-                if not (place / "adapter_config.json").is_file():
-                    continue  # not saved, or by another process
-                try:
-                    preparation = Preparation.recording(model)
-                    manifest = manifests.get(preparation) or Manifest.of(preparation)
-                    manifest.save(place / "kbitwrap.json")
-                    recorded[str(place)] = None
-                except (KbitWrapError, OSError) as error:
-                    say(f"no record beside {place}: {first_line(error)}")
+        def adapt_noting(
+            tuner: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            base = unwrap(model)[0]
+            if base not in statistics:  # which an evaluation may rewrite
+                statistics[base] = Statistics.of(base)
+            configs = peft_config
+            if not isinstance(configs, dict):
+                configs = {"": configs}
+            for config in configs.values():
+                if rewrites_base(vars(config)) and base not in manifests:
+                    record(model)
+            adapt(tuner, model, peft_config, *args, **kwargs)
+
+        def note(model: Any, place: Path) -> None:
+            if not (place / "adapter_config.json").is_file():
+                return  # not saved, or by another process
+            base = unwrap(model)[0]
+            try:
+                manifest = manifests.get(base)
+                if manifest is None:
+                    preparation = Preparation.recording(model, statistics.get(base))
+                    manifest = Manifest.of(preparation)
+                manifest.save(place / "kbitwrap.json")
+                recorded[str(place)] = None
+            except (KbitWrapError, OSError) as error:
+                say(f"no record beside {place}: {first_line(error)}")
+
+        def save_adapters_noting(model: Any, *args: Any, **kwargs: Any) -> None:
+            save_adapters(model, *args, **kwargs)
+            given = signature(save_adapters).bind(model, *args, **kwargs).arguments
+            folder = Path(given["save_directory"])
+            for name in given.get("selected_adapters") or model.peft_config:
+                note(model, folder if name == "default" else folder / name)
+
+        def save_model_noting(model: Any, *args: Any, **kwargs: Any) -> None:
+            save_model(model, *args, **kwargs)
+            given = signature(save_model).bind(model, *args, **kwargs).arguments
+            if getattr(model, "_hf_peft_config_loaded", False):
+                note(model, Path(given["save_directory"]))
 
         stack.enter_context(patched(precision))
-        stack.enter_context(
-            mock.patch.object(PeftPreparedModel, "apply_on_top", prepare_noting)
-        )
-        stack.enter_context(
-            mock.patch.object(peft.PeftModel, "save_pretrained", save_noting)
-        )
+        for owner, name, noting in (
+            (PeftPreparedModel, "apply_on_top", prepare_noting),
+            (tuner_class, "__init__", adapt_noting),
+            (peft.PeftModel, "save_pretrained", save_adapters_noting),
+            (PreTrainedModel, "save_pretrained", save_model_noting),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, noting))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(when_imported({"peft": patch}))

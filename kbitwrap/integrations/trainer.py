@@ -38,6 +38,7 @@ from kbitwrap import (
 
 from ..checkpoints.merge import merge_live
 from ..config import StrPath
+from ..edits.training import Statistics
 from ..export.forms import MergeForm
 from ..manifest.manifest import MANIFEST_NAME
 from ..manifest.numerics import changed_versions, with_logits
@@ -101,11 +102,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         UnsupportedModelError: When training begins: accelerate's FSDP sharded 4-bit
             weights that are stored as integers; or checkpoints are saved or resumed, and
             PEFT does not find the adapters in what FSDP1 wrapped; or the base cannot be
-            recorded, because the callback was added after the trainer was made, and FSDP
-            has sharded it since.
+            recorded, because the callback was added after the trainer was made, and
+            since then FSDP has sharded it, or an evaluation left its layers with scales
+            in another order.
         ManifestMismatchError: When training begins: the checkpoint to resume from was
             trained on another base, or on one that was prepared differently. No step
             was taken.
+        ManifestError: When training begins: an adapter is merged into the model, so that
+            the base is not there to be recorded.
         ExportError: A manifest could not be written.
 
     Example:
@@ -132,6 +136,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self._lost_updates = LostUpdates()
         self._manifest: Manifest | None = None
         # of a model that nothing prepared
+        self._statistics: Statistics | None = None
         self._recorded: Preparation | None = None
 
     def state(self) -> dict[str, Any]:
@@ -160,12 +165,14 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         }
 
     def on_init_end(self, *args: Any, model: _Model = None, **kwargs: Any) -> None:
-        """Adopt the model that was made from the prepared one, or record one that accelerate is to shard."""
+        """Adopt the model that was made from the prepared one, or record what evaluations and accelerate rewrite."""
         prepared = self._wrapper(model)
         if prepared is not None and _has_adapters(model):
             prepared.adopt(model)
         elif prepared is None and _is_to_be_sharded():
             self._recorded = Preparation.recording(model)
+        elif prepared is None and model is not None:
+            self._statistics = Statistics.of(model)
 
     def on_train_begin(
         self,
@@ -196,13 +203,15 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._manifest = prepared.manifest()
         elif self.prepared is None and _has_adapters(model):
             if self._recorded is None or not _is_to_be_sharded():
-                self._recorded = Preparation.recording(model)
+                self._recorded = Preparation.recording(model, self._statistics)
+                self._statistics = self._recorded.statistics
             self._manifest = Manifest.of(self._recorded)
         if self._manifest is not None:
             autocast = None
             if args.bf16 or args.fp16:
                 autocast = torch.bfloat16 if args.bf16 else torch.float16
-            self._manifest = with_logits(self._manifest, model, autocast)
+            recorded = None if prepared is not None else self._recorded
+            self._manifest = with_logits(self._manifest, model, autocast, recorded)
         # Training is resumed: what is wrong with that is said first.
         if state.global_step:
             self._compare(state)
@@ -270,7 +279,12 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                     )
                     told = f"merged into {self.merge_to} ({self.form.merge_as}){kept}"
                     print(f"kbitwrap: {told}", file=sys.stderr)
-            except (KbitWrapError, OSError) as error:
+            except (
+                KbitWrapError,
+                OSError,
+                MemoryError,
+                torch.OutOfMemoryError,
+            ) as error:
                 warnings.warn(
                     f"the model was trained, and not merged: {in_one_line(error)}; nothing was written to "
                     f"{self.merge_to}. Save the adapter, which 'kbitwrap merge' merges",
@@ -315,7 +329,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         model: _Model = None,
         **kwargs: Any,
     ) -> None:
-        """Write the manifest into the checkpoint folder."""
+        """Write the manifest into the checkpoint folder, and into the folders of further adapters in it."""
         if not args.should_save or self._manifest is None:
             return
         pattern = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -326,6 +340,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         )
         if folders:
             self._manifest.save(folders[-1] / self.manifest_name)
+            for name in getattr(model, "peft_config", None) or ():
+                if (folders[-1] / name / "adapter_config.json").is_file():
+                    self._manifest.save(folders[-1] / name / self.manifest_name)
         else:
             warnings.warn(
                 f"found no {PREFIX_CHECKPOINT_DIR}-{state.global_step} in {args.output_dir}, so no manifest was "

@@ -227,7 +227,7 @@ class Manifest(Report, ManifestPart):
                 "before": preparation.before.moment,
                 "after": preparation.after and preparation.after.moment,
                 "plan": plan,
-                "unknown": () if preparation.journal.slots else (NOT_PREPARED,),
+                "unknown": () if preparation.is_in_force else (NOT_PREPARED,),
                 "kinds": list(kinds),
                 "ties": list(ties.values()),
                 "tensors": rows,

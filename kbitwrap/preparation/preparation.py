@@ -19,11 +19,18 @@ from ..edits.flags import hold, warn_of_saving
 from ..edits.journal import Call, Journal, TrainedPolicy, Undoing
 from ..edits.kept import lay_as_stored
 from ..edits.storage import Copy, ParameterStorage
-from ..edits.training import AcceleratePreparation, follow_train_mode
+from ..edits.training import (
+    AcceleratePreparation,
+    RuntimeState,
+    Statistics,
+    follow_train_mode,
+    runtime_states,
+)
 from ..errors import ConfigError, RestoreError, StateError, UnsupportedModelError
 from ..model.checks import (
     refuse_flat,
     refuse_sharded_since,
+    refuse_transposed_scales,
     refuse_unreadable,
     tree_of,
 )
@@ -82,15 +89,32 @@ class Preparation:
         self._undone = Undoing()
 
     @classmethod
-    def recording(cls, model: nn.Module) -> Preparation:
+    def recording(
+        cls, model: nn.Module, statistics: Statistics | None = None
+    ) -> Preparation:
         """Return the preparation that holds a model, or else one of nothing, which changes nothing and is not found.
 
         What PEFT's own function cast to float32 counts as what it was cast from.
+
+        Args:
+            model: The model.
+            statistics: What its layers may have rewritten, as it was before they ran.
         """
         tree, found = cls.tree_of(model)
         if found is not None:
             return found
 
+        if statistics is None:
+            statistics = Statistics(tree.records, [])
+        tree = ModelTree(model, statistics.records)
+        unrecorded = []
+        for node in tree.modules:
+            if tree.records.at(node.module, "weight") is None:
+                unrecorded.append(node)
+        refuse_transposed_scales(unrecorded)
+        states = {one.record: one for one in statistics.states}
+        for one in runtime_states(tree):
+            states.setdefault(one.record, one)
         remedy = "Record it before it is sharded: give a callback to the trainer when that is made"
         refuse_unreadable(tree, allow_sharded=False, remedy=remedy)
         with contextlib.suppress(ConfigError):  # the model is none of transformers
@@ -99,6 +123,7 @@ class Preparation:
                 tree.record(tensor).dtype = dtype
         preparation = cls(model)
         preparation.before, preparation.after = Original(tree), ModelState(tree)
+        preparation.journal.save(*states.values())
         config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
         preparation.plans = [Plan(config, None, (), {}, 0, 0, 0, 0)]
         return preparation
@@ -107,6 +132,16 @@ class Preparation:
     def plan(self) -> Plan:
         """The last plan applied."""
         return self.plans[-1]
+
+    @property
+    def statistics(self) -> Statistics:
+        """The fields of layers as they were, for another record of the model."""
+        return Statistics(self.before.records, self.journal.of(RuntimeState))
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether it is found by the model, which it changed."""
+        return id(self) in _in_force
 
     @property
     def upcasts_all(self) -> bool:

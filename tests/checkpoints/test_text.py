@@ -6,16 +6,29 @@ import errno
 import gc
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from kbitwrap import ConfigError, ExportError, MergeComparison, compare_merges, merge_checkpoint
 from kbitwrap.cli import main
@@ -26,6 +39,7 @@ from support.thorough import few
 
 QUANTS, RATES = ("nf4", "fp4-double", "int8"), (3e-4, 1e-3, 3e-3)
 CASES = [("llama", quant, rate) for quant, rate in itertools.product(QUANTS, RATES)]
+TEXTS = ["The quick brown fox jumps over the lazy dog.", "def f(x): return x + 1", "Lorem ipsum dolor sit amet"]
 CASES += [("mixtral", quant, rate) for quant, rate in zip(QUANTS, RATES, strict=True)]
 
 
@@ -266,8 +280,125 @@ def test_a_merge_for_which_the_disk_has_no_room_is_a_note_and_the_others_are_mea
     assert "No space left on device" in found.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("quant", "options"),
+    [("nf4", {"bias": "all"}), (False, {"init_lora_weights": "pissa"}), ("nf4", {"init_lora_weights": "olora"})],
+)
+def test_the_base_is_the_one_without_the_adapter_whatever_that_wrote_into_it(
+    quant: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = Qwen2Config(num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1, **sizes)
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    run = TextRun(tmp_path, quant, None)
+    run.texts = TEXTS
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+    model = get_peft_model(run.load(quant or None), lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(run.adapter)
+
+    settings = bitsandbytes_config(quant, torch.bfloat16) if quant else False
+    found = compare_merges(
+        run.adapter, TEXTS, base=run.base, forms=["half"], quantization_config=settings, device="cpu"
+    ).merges["half"]
+    base, _ = run.evaluate(run.load(quant or None))
+    assert found.loss["base"] == pytest.approx(float(base.mean()), rel=1e-6)
+
+
+def test_texts_that_are_longer_than_the_model_has_positions_are_cut(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, vocab_size=256, resid_pdrop=0, embd_pdrop=0)
+    config.attn_pdrop = 0
+    GPT2LMHeadModel(config).bfloat16().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    run = TextRun(tmp_path, "", None)
+    lora = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(run.load(), lora).save_pretrained(run.adapter)
+    options: dict[str, Any] = {"base": run.base, "forms": ["half"], "quantization_config": False, "device": "cpu"}
+    cut = [text[:16] for text in TEXTS]
+    found = compare_merges(run.adapter, TEXTS, **options).merges["half"]
+    assert found == compare_merges(run.adapter, cut, **options).merges["half"]
+
+
+def test_virtual_tokens_of_a_prompt_predict_nothing_that_is_measured(run: TextRun, tmp_path: Path) -> None:
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(run.load("nf4"), prompt)
+    model.save_pretrained(tmp_path / "prompt")
+    options: dict[str, Any] = {"quantization_config": bitsandbytes_config("nf4", torch.bfloat16), "device": "cpu"}
+    found = compare_merges(tmp_path / "prompt", run.texts[:2], base=run.base, forms=[run.base], **options)
+    expected = []
+    for row in run.rows[:2]:
+        with torch.no_grad():
+            logits = model.train()(input_ids=row[None]).logits[0, 3:-1].double()
+        expected.append(float(torch.nn.functional.cross_entropy(logits, row[1:])))
+    assert found.merges[str(run.base)].loss["adapter"] == pytest.approx(sum(expected) / 2, rel=1e-6)
+
+
+def with_fewer_tokens(model: Any) -> None:
+    model.resize_token_embeddings(200)
+
+
+def not_a_number(model: Any) -> None:
+    model.lm_head.weight.data[3] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(with_fewer_tokens, "its vocabulary has 200 tokens|it predicts 200 tokens"), (not_a_number, "is not finite")],
+)
+def test_a_merge_that_predicts_nothing_to_compare_is_refused(
+    damage: Callable[[Any], None], said: str, run: TextRun, tmp_path: Path
+) -> None:
+    model = run.reload()
+    damage(model)
+    model.save_pretrained(tmp_path / "merged")
+    with pytest.raises(ConfigError, match=said):
+        compare_merges(run.adapter, run.texts[:3], base=run.base, forms=[tmp_path / "merged"], device="cpu")
+
+
+def test_tokens_that_the_base_has_not_are_refused(run: TextRun, tmp_path: Path) -> None:
+    larger = tokenizer().__class__(tokenizer_object=tokenizer().backend_tokenizer)
+    larger.add_tokens(["<new>"])
+    base = shutil.copytree(run.base, tmp_path / "base")
+    larger.save_pretrained(base)
+    with pytest.raises(ConfigError, match="its vocabulary has 256 tokens, and the tokenizer gave token 256"):
+        compare_merges(run.adapter, ["some", "a <new> one"], base=base, forms=["half"], device="cpu")
+
+
 # ----------------------------------------------------------------------------------------------------
 # Texts
+# ----------------------------------------------------------------------------------------------------
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows that are laid out as a ``datasets.Dataset`` has them: a slice is a dict of columns."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            rows = [*self][key]
+            return {name: [row[name] for row in rows] for name in self[0]}
+        return super().__getitem__(key)
+
+
+def test_a_dataset_is_measured_on_its_rows(run: TextRun) -> None:
+    options: dict[str, Any] = {"base": run.base, "forms": ["half"], "device": "cpu"}
+    rows = Rows([{"text": text, "source": "web"} for text in run.texts[:4]])
+    found = compare_merges(run.adapter, rows, samples=3, **options).merges["half"]
+    assert found == compare_merges(run.adapter, run.texts[:3], **options).merges["half"]
+
+
+@pytest.mark.parametrize("options", [{"samples": -1}, {"samples": 1}, {"forms": []}])
+def test_too_few_samples_and_no_form_are_refused(options: dict[str, Any], run: TextRun) -> None:
+    with pytest.raises(ConfigError, match="expected at least two samples and one form"):
+        compare_merges(run.adapter, run.texts, base=run.base, **options)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Texts in files
 # ----------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +503,21 @@ def file(run: TextRun, tmp_path: Path) -> Path:
     path = tmp_path / "texts.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in run.texts[:4]))
     return path
+
+
+def test_a_comparison_that_is_asked_to_end_leaves_nothing(run: TextRun, file: Path, tmp_path: Path) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    file.write_text(file.read_text() + 100 * ("\n" + json.dumps({"text": run.texts[0]})))
+    options = ["--base", run.base, "--adapter", run.adapter, "--text", file, "--samples", "104", "--device", "cpu"]
+    command = [sys.executable, "-m", "kbitwrap", "doctor", run.base, *options]
+    process = subprocess.Popen(map(str, command), env={**os.environ, "TMPDIR": str(place)}, stderr=subprocess.PIPE)
+    while process.poll() is None and not [*place.glob("kbitwrap-*/1.pt")]:
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 143
+    assert [*place.glob("kbitwrap-*")] == []
 
 
 def test_doctor_says_what_a_merge_keeps_on_a_text(

@@ -190,6 +190,42 @@ def test_a_script_has_its_own_numbers_and_a_record_beside_every_adapter_that_it_
         manifest.check(load_base())
 
 
+SAVES = """\
+import peft, pytest, torch
+from support import settings, zoo
+from support.trainers import adapt, load_base
+
+settings.repack(pytest.MonkeyPatch())
+peft_model = adapt(load_base())
+peft_model.add_adapter("other", peft_model.peft_config["default"])
+peft_model.save_pretrained(save_directory="before")
+with torch.no_grad():
+    peft_model.eval()(**zoo.inputs("llama", peft_model))
+peft_model.save_pretrained("after", selected_adapters=["other"])
+peft_model.save_pretrained("after", selected_adapters=["default"])
+peft_model.save_pretrained("one", selected_adapters=["default"])
+peft_model.save_pretrained("one/other/default", selected_adapters=["default"])
+native = load_base()
+native.add_adapter(zoo.lora_config("llama"))
+native.save_pretrained("native")
+for method in ("pissa", "olora"):
+    adapt(load_base(None), init_lora_weights=method).save_pretrained(method)
+load_base(None).save_pretrained("one/whole")
+"""
+
+
+def test_a_record_is_of_the_base_as_it_was_loaded_however_an_adapter_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "save.py").write_text(SAVES)
+    status, _, err = run("-m", "kbitwrap", "run", "save.py", folder=tmp_path)
+    assert status == 0, err
+    expected = ["before", "before/other", "after", "after/other", "one", "one/other/default"]
+    expected += ["native", "pissa", "olora"]
+    found = [path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("kbitwrap.json")]
+    assert sorted(found) == sorted(expected)
+    for folder in expected:
+        Manifest.load(tmp_path / folder).check(load_base(None if folder in ("pissa", "olora") else "nf4"))
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "variable", "expected"),
     [
@@ -218,4 +254,4 @@ def test_a_script_that_shards_its_model_gets_full_and_is_told(
     assert main(["run", str(script), *arguments]) == 0
     err = capsys.readouterr().err
     assert f"LayerNorm prepared with {expected}" in err
-    assert ("because the script uses FSDP" in err) == (expected == "full")
+    assert ("because FSDP is named in the script, its arguments or the environment" in err) == (expected == "full")

@@ -13,7 +13,14 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    BigBirdConfig,
+    BigBirdForMaskedLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from kbitwrap import KbitPreparedModel, Manifest, doctor
 from kbitwrap.integrations import KbitTrainerCallback
@@ -190,6 +197,42 @@ def test_training_with_the_callback_is_that_without_bit_for_bit(name: str, quant
     assert len(set(alone[0])) == NUM_STEPS
     assert with_it[0] == alone[0]
     assert list(with_it[1].values()) == list(alone[1].values())
+
+
+def rwkv() -> nn.Module:
+    """A model that divides weights, in place, where it runs in eval mode."""
+    sizes = {"vocab_size": 100, "hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 64}
+    return RwkvForCausalLM(RwkvConfig(num_hidden_layers=4, context_length=64, rescale_every=2, **sizes))
+
+
+def big_bird() -> nn.Module:
+    """A model that replaces its attention, for good, where a sequence is short."""
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sparse = {"intermediate_size": 64, "block_size": 4, "num_random_blocks": 1, "attention_type": "block_sparse"}
+    return BigBirdForMaskedLM(BigBirdConfig(max_position_embeddings=512, **sizes, **sparse))
+
+
+@pytest.mark.parametrize(("make", "targets"), [(rwkv, ["key", "value"]), (big_bird, ["query", "value"])])
+def test_models_that_rewrite_themselves_when_they_run_are_left_as_they_are(
+    make: Any, targets: list[str], tmp_path: Path
+) -> None:
+    model = peft.get_peft_model(make(), peft.LoraConfig(r=4, target_modules=targets)).train()
+    classes = [type(module) for module in model.modules()]
+    logits = begin(model, tmp_path)
+    assert (logits is None) == (make is rwkv)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_hooks_of_others_are_not_called(tmp_path: Path) -> None:
+    model: Any = lora("llama", load_base()).train()
+    called = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: called.append(args))
+        module.register_forward_pre_hook(lambda *args: called.append(args))
+    assert begin(model, tmp_path) == logits_alone(load_base())
+    assert called == []
+    model(input_ids=torch.arange(16)[None])
+    assert called
 
 
 # ----------------------------------------------------------------------------------------------------
