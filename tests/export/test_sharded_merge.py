@@ -258,8 +258,8 @@ def hold_little(rank: int, join: forks.Join, folder: Path) -> None:
         wrapper.export(folder / "warm", merge_adapters=True)
         sizes = allocations(lambda: wrapper.export(folder / "merged", merge_adapters=True))
     mapped = (folder / "merged" / "model.safetensors").stat().st_size  # to read its header
-    # What rank 0 tells is a message of some 30 bytes, which a thread of gloo frees when it comes to it.
-    counted = [size for size in sizes if abs(size) != mapped and abs(size) > 64]
+    # Messages, and the small tensors, are freed by a thread of gloo when it comes to it.
+    counted = [size for size in sizes if abs(size) != mapped and abs(size) > tensor // 16]
     # Rank 0 as without shards; the others gather what is packed, and merge nothing.
     assert 0 < peak(counted) <= (2 * tensor if rank == 0 else tensor)
 
