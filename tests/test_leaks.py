@@ -16,7 +16,7 @@ import kbitwrap
 from campaign import cycles
 from kbitwrap import KbitPreparedModel, Precision, prepare_model_for_kbit_training
 from support import zoo
-from support.thorough import every_other, few
+from support.thorough import every_other
 from support.training import adapt, step
 
 PRECISIONS = tuple(Precision)
@@ -91,6 +91,6 @@ def test_deleting_a_restored_model_frees_it_at_once(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", few(range(3), [0]))
+@pytest.mark.parametrize("seed", range(3))
 def test_preparing_over_and_over_holds_no_more(seed: int) -> None:
     assert [line for violations in cycles.trials(seed, 100) for line in violations] == []

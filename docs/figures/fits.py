@@ -26,6 +26,8 @@ from kbitwrap import StepPredictor
 from kbitwrap.cli.console import quiet_libraries
 from kbitwrap.cli.limits import budget_of
 from kbitwrap.cli.trainers import arguments
+from kbitwrap.foresight.batch import MOST_TOKENS
+from kbitwrap.foresight.search import largest
 from sections import DOCS, markdown_table, replace_section
 
 MODELS = Path(__file__).with_name("fits_models.json")
@@ -73,7 +75,7 @@ def predictor(model: dict[str, Any], trainer: str, precision: str) -> StepPredic
 
 
 def predict(model: dict[str, Any], trainer: str, precision: str) -> dict[str, Any]:
-    """What fits on each device.
+    """What the tensors of a step fit on each device, without what the allocator reserves beside them.
 
     Args:
         model: One of `models`.
@@ -86,15 +88,19 @@ def predict(model: dict[str, Any], trainer: str, precision: str) -> dict[str, An
     """
     start = time.process_time()
     predict = predictor(model, trainer, precision)
-    predict(1, min(SEQ_LEN, predict.max_seq_len or SEQ_LEN))
+    loading_bytes = predict(1, min(SEQ_LEN, predict.max_seq_len or SEQ_LEN)).loading_bytes or 0
     fits = {}
     for device in reversed(DEVICES):
         budget = budget_of(None, device * 2**30)
-        longest = predict.longest_sequence(budget, 1)
+        longest = batch = 0
+        if loading_bytes <= budget:
+            most = min(predict.max_seq_len or MOST_TOKENS, MOST_TOKENS)
+            longest = largest(lambda number: predict(1, number).peak_bytes if number else 0, budget, [SEQ_LEN], most)
         # a step of TRL's takes as long as it has tokens, and its batches have a million
-        has_batch = trainer == PLAIN and longest >= SEQ_LEN
-        largest = predict.largest_batch(budget, SEQ_LEN) if has_batch else 0
-        fits[str(device)] = [longest, largest]
+        if trainer == PLAIN and longest >= SEQ_LEN:
+            most = MOST_TOKENS // SEQ_LEN
+            batch = largest(lambda number: predict(number, SEQ_LEN).peak_bytes if number else 0, budget, [1], most)
+        fits[str(device)] = [longest, batch]
     return {
         "model": model["name"],
         "trainer": trainer,

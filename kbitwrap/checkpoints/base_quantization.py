@@ -16,7 +16,7 @@ from .adapters import BASE_MODEL, SavedAdapter
 from .reader import recorded_quantization
 
 QUANTIZATION = "how the base was quantized in training"
-"""What a manifest that was made afterwards names as ``unknown`` where nothing said how the base was quantized."""
+"""The words in ``unknown`` of a manifest that was made afterwards, where nothing said how the base was quantized."""
 OF_BASE = "the base's config.json says"
 OF_MANIFEST = "the manifest says"
 BESIDE_ADAPTER = "the config.json beside the adapter says"

@@ -162,9 +162,8 @@ class _Wrong:
         self.is_copy = is_copy
         self.partner = partner
         self._alike = alike
-        self._first = figures.leaves[
-            0
-        ]  # itself, or the first matrix of a stack, of which all are wrong
+        # itself, or the first matrix of a stack, of which all are wrong
+        self._first = figures.leaves[0]
 
     def cause(self) -> Cause:
         """Return the cause, and the evidence; of a stack that is right in part, those of its first wrong matrix."""

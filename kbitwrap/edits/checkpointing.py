@@ -155,9 +155,8 @@ class Hooks(Slot):
         A user's hook that was removed meanwhile stays away, and a new one stays.
         """
         for hooks, before, removed in value:
-            taken_away = (
-                before.keys() - hooks.keys() - {*removed}
-            )  # by others meanwhile
+            # by others meanwhile
+            taken_away = before.keys() - hooks.keys() - {*removed}
             merged = {key: before[key] for key in before if key not in taken_away}
             merged |= hooks  # new ones come last
             hooks.clear()

@@ -228,11 +228,9 @@ class ParameterStorage(OriginalSlot):
     def cast_parameter(self) -> nn.Parameter | None:
         """Return the parameter; ``None`` if it is gone, or stores its original."""
         parameter = self.record.live()
-        return (
-            parameter
-            if parameter is not None and self.stores_other(parameter)
-            else None
-        )
+        if parameter is not None and self.stores_other(parameter):
+            return parameter
+        return None
 
     def undo(self, tree: ModelTree, undoing: Undoing) -> None:
         """Put the original storage back.

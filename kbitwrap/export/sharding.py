@@ -207,7 +207,8 @@ class Gathering:
         if is_partition(one.parameter):
             zero: Any = sys.modules["deepspeed"].zero
             with zero.GatheredParameters([one.parameter]):
-                # DeepSpeed then gives the parameter other memory: this tensor keeps the gathered one
+                # DeepSpeed then gives the parameter other memory: this tensor keeps the
+                # gathered one
                 return one.parameter.detach().as_subclass(Tensor)
 
         tensor = one.parameter.detach()

@@ -30,7 +30,7 @@ _PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
 
 
 class Loading:
-    """What is made and freed while a model is loaded.
+    """The memory that is made and freed while a model is loaded.
 
     Attributes:
         turns: Parameters and buffers in order, each with its events: first ``None`` with

@@ -1,4 +1,4 @@
-"""What a device's allocator reserves from the loading of a model to the end of its second step."""
+"""The memory that a device's allocator reserves, from loading a model to the end of its second step."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Allocator:
         self._gap = 0 if self._expands else ALLOCATION_BYTES
 
     def reset_peaks(self) -> None:
-        """Let the highest figures begin anew."""
+        """Start both peaks from what is there now."""
         self.peak_reserved_bytes = self.reserved_bytes
         self.peak_allocated_bytes = self.allocated_bytes
 

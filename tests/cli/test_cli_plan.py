@@ -18,7 +18,7 @@ from kbitwrap.config import format_bytes
 from kbitwrap.model.quantization import bitsandbytes_config
 from support import zoo
 from support.memory import live_bytes
-from support.thorough import every_other, few
+from support.thorough import every_other
 
 # What a process holds, as `python docs/figures eight_gb --host` measured it.
 PROCESS = json.loads((Path(__file__).parents[2] / "docs/benchmarks/host.json").read_text())["process"]
@@ -341,7 +341,7 @@ WARNED_STEPS = [(*case, ["--step", "--precision", "none", "--seq", "4"]) for cas
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "options", "said", "step"),
-    [*((*case, []) for case in WARNED_OF), *few(WARNED_STEPS, WARNED_STEPS[1:])],
+    [*((*case, []) for case in WARNED_OF), *WARNED_STEPS],
 )
 def test_what_a_plan_warns_of_is_told_of_a_step_too(
     config: Any, options: list[str], said: str, step: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

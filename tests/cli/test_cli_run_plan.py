@@ -17,7 +17,6 @@ from kbitwrap import predict_step
 from kbitwrap.cli import main
 from support import zoo
 from support.foreseen import DEPRECATED
-from support.thorough import few
 
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
@@ -128,7 +127,7 @@ def test_the_step_is_the_one_of_the_models_preparation(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("is_saved", few([False, True], [True]), ids=["quantized on loading", "saved quantized"])
+@pytest.mark.parametrize("is_saved", [False, True], ids=["quantized on loading", "saved quantized"])
 def test_what_is_loaded_gives_the_same_step(
     is_saved: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,7 @@ def test_a_base_that_was_saved_quantized_takes_what_it_takes_quantized_on_loadin
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", few([torch.float32, torch.float16], [torch.float16]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_base_that_was_saved_quantized_keeps_its_dtype_whichever_is_asked_for(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from kbitwrap import KbitPreparedModel
 from support import forks, zoo
-from support.thorough import few
 from support.training import adapt
 
 QUANTS = ("nf4", "int8")
@@ -99,7 +98,7 @@ def resumed(folder: Path, quant: str) -> dict[str, dict[str, list[float]]]:
 # bitsandbytes' 8-bit kernel computes in float16, and says so on every bf16 model.
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning")
-@pytest.mark.parametrize("quant", few(QUANTS, QUANTS[:1]))
+@pytest.mark.parametrize("quant", QUANTS)
 def test_resuming_in_a_new_process_gives_the_same_losses(quant: str, tmp_path: Path) -> None:
     for precision, losses in resumed(tmp_path, quant).items():
         uninterrupted = losses.pop("uninterrupted")

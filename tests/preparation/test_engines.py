@@ -34,7 +34,6 @@ from support import forks, settings, zoo
 from support.engines import ENGINES, FSDP2_STORAGE, copy_adapters, flags, fsdp1, whole
 from support.files import SHARD, read, saved
 from support.snapshot import Snapshot
-from support.thorough import few
 from support.trainers import dataset
 from support.training import step
 
@@ -358,7 +357,7 @@ def see_what_changed(rank: int, join: forks.Join, engine: str, folder: Path) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", few(ENGINES, ["fsdp2"]))
+@pytest.mark.parametrize("engine", ENGINES)
 def test_all_ranks_read_what_changed_and_the_callbacks_manifest(engine: str, tmp_path: Path) -> None:
     forks.run_ranks(see_what_changed, engine, tmp_path)
 

@@ -26,7 +26,7 @@ transformers.logging.disable_progress_bar()
 class GlooOfOneThread(ProcessGroupGloo):
     """A gloo group whose operations one thread runs, and not two.
 
-    In torch 2.11 to 2.15 each thread writes the name of what it has run into one `std::string`, without a lock
+    In torch 2.13 each thread writes the name of what it has run into one `std::string`, without a lock
     (`ProcessGroupGloo::runLoop`). Where both do at once, one writes into memory that the other has freed, and the
     process ends by a signal, or waits for ever: in one of eight runs of the sharded merges.
     """
