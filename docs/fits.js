@@ -1,16 +1,24 @@
-// Makes the table of the page one that is filtered and sorted, and on narrow screens one of a device at a time.
-// Without scripts the table stays as it is.
+// Makes the page's table one of all rows of the data, which is filtered and sorted, and on narrow screens one of a device at a time.
+// Without scripts the short table stays as it is.
 const NARROW = "(max-width: 44em)";
+const TRAINERS = { plain: "plain", sft: "TRL's SFT" };
 
 function numbers(cell) {
   return cell === "-" ? 0 : Number(cell.replaceAll(",", "").split(" / ")[0]);
 }
 
-function filtered(source) {
+function cell([longest, largest]) {
+  if (!longest) return "-";
+  return longest.toLocaleString("en") + (largest < 2 ? "" : ` / ${largest}`);
+}
+
+function filtered(source, data) {
   const names = [...source.querySelectorAll("th")].map((head) => head.textContent.trim());
-  const rows = [...source.querySelectorAll("tbody tr")].map((row) =>
-    Object.fromEntries([...row.cells].map((cell, place) => [names[place], cell.textContent.trim()])),
-  );
+  const rows = data.rows.map(({ model, precision, trainer, fits }) => {
+    const found = data.devices.map((device) => cell(fits[device]));
+    const cells = [model.split("/").pop(), precision, TRAINERS[trainer], ...found];
+    return Object.fromEntries(cells.map((text, place) => [names[place], text]));
+  });
   const devices = names.slice(3);
   const titles = names.slice(0, 3);
   const narrow = window.matchMedia(NARROW);
@@ -59,4 +67,7 @@ function filtered(source) {
 }
 
 const source = document.querySelector("#fits table");
-if (source && window.Tabulator) filtered(source);
+if (source && window.Tabulator) {
+  const response = await fetch("../benchmarks/fits.json");
+  if (response.ok) filtered(source, await response.json());
+}

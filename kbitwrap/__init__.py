@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .checkpoints.inspection import CheckpointReport, inspect_checkpoint
     from .checkpoints.merge import merge_checkpoint
     from .checkpoints.stamp import stamp_adapter
+    from .checkpoints.text import MergeComparison, TextMeasure, compare_merges
     from .drop_in import (
         patch_peft,
         patched,
@@ -65,6 +66,7 @@ _HOMES = {
     "checkpoints.inspection": ("CheckpointReport", "inspect_checkpoint"),
     "checkpoints.merge": ("merge_checkpoint",),
     "checkpoints.stamp": ("stamp_adapter",),
+    "checkpoints.text": ("MergeComparison", "TextMeasure", "compare_merges"),
     "drop_in": (
         "patch_peft",
         "patched",
@@ -101,6 +103,7 @@ __all__ = [
     "ManifestMismatchError",
     "ManifestVersionError",
     "MemoryBudgetError",
+    "MergeComparison",
     "Plan",
     "Precision",
     "PrepareConfig",
@@ -115,9 +118,11 @@ __all__ = [
     "StepPredictor",
     "StepTracker",
     "TensorRecord",
+    "TextMeasure",
     "UnsupportedModelError",
     "build_plan",
     "check_sharding",
+    "compare_merges",
     "convert_checkpoint",
     "doctor",
     "inspect_checkpoint",
@@ -144,4 +149,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -341,5 +341,10 @@ class ExportReport(Report):
             parts.append(f"{len(self.merged)} layers merged")
         if self.kept is not None:
             parts.append(f"{self.kept:.1%} of the delta kept")
-            parts.append(f"error {self.error:.1%} of its length")
-        return f"{self.path}: {', '.join(parts)}"
+        line = f"{self.path}: {', '.join(parts)}"
+        if self.error is None:
+            return line
+        why = "a larger delta loses less"
+        if any(one.bits < 16 for one in self.tensors.values()):
+            why = "at random: in the sums of a layer it cancels"
+        return f"{line}; rounding is off by {self.error:.1%} of the delta ({why})"

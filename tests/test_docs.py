@@ -1,8 +1,8 @@
 """Every block of Python and of commands in README.md and docs/ runs as it is printed.
 
 A block whose title says that it needs something does not run with its page. The blocks run in order, in a folder where
-`path/to/model` and the names of models are small models. The programs of docs/stories.md run each in a process of its
-own; their asserts are the claims.
+`path/to/model` and the names of models are small models. Those of docs/programs/
+run each in a process of its own; their asserts are the claims.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -26,17 +27,19 @@ import pytest
 import torch
 import yaml
 from peft import get_peft_model
+from transformers import Trainer, TrainingArguments
 
 from kbitwrap import KbitPreparedModel, StepPredictor
 from kbitwrap.cli import main
 from support import forks, pages, zoo
 from support.engines import load_for_fsdp2
 from support.files import make_tokenizer
+from support.texts import tokenizer
 from support.thorough import few
 from support.trainers import dataset, prompt
 
 NEEDS = {
-    "Needs the network": 6,
+    "Needs the network": 5,
     "Needs a GPU": 2,
     "Needs HQQ": 1,
     "Needs minutes": 8,
@@ -56,7 +59,7 @@ ELSEWHERE = {
     "float64, rounded to bfloat16": "export/test_merge.py",
     "replace_parameter_4bit_prequantized": "test_experts.py",
 }
-WHOLE_PAGES = {"manifest.md": "manifest/test_manifest_diff.py", "stories.md": "test_docs.py"}
+WHOLE_PAGES = {"manifest.md": "manifest/test_manifest_diff.py"}
 
 SCRIPT = """
 import sys
@@ -111,6 +114,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared.manifest().save(place / "run" / "kbitwrap.json")
     for folder in ("run", "adapter"):
         peft_model.save_pretrained(place / folder)
+        tokenizer().save_pretrained(place / folder)
+    texts = ["a few words", "a few other words", "one more text", "and the last one of all"]
+    (place / "mine.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
     prepared.export(place / "merged-model", merge_adapters=True, model=peft_model)
     prepared.restore()
     peft_model.merge_and_unload().save_pretrained(place / "merged-4bit")
@@ -120,8 +126,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def given() -> dict[str, Any]:
     """What a page says is the reader's: a quantized model, freshly loaded, and what it is trained with."""
     model = zoo.load("llama")
+    arguments = TrainingArguments("trainer", report_to="none", use_cpu=True)
     return {
         "model": model,
+        "trainer": Trainer(model=get_peft_model(zoo.load("llama"), zoo.lora_config("llama")), args=arguments),
         "lora_config": zoo.lora_config("llama", task_type="CAUSAL_LM", lora_dropout=0.1),
         "train_dataset": dataset(model),
         "eval_dataset": dataset(model)[:2],
@@ -207,14 +215,6 @@ def test_the_loop_that_resumes_leaves_the_adapter_of_one_that_never_stopped(
     assert adapters["resumed"] == adapters["whole"] != adapters["stopped"]
 
 
-def stories() -> dict[str, str]:
-    """The one program of each section of docs/stories.md, by heading."""
-    source = pages.pages()["stories.md"].read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.*)$", source, re.MULTILINE)
-    programs = [block.text for block in pages.blocks(pages.pages()["stories.md"], "python")]
-    return dict(zip(headings, programs, strict=True))
-
-
 def shard_and_export(rank: int, join: forks.Join, program: str, folder: str) -> None:
     """Run a program in one of two processes that train together."""
     os.chdir(folder)
@@ -236,21 +236,14 @@ def test_what_needs_several_processes_runs_in_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_stories_are_true(tmp_path: Path) -> None:
-    outputs = {}
-    for number, (heading, program) in enumerate(stories().items()):
-        if number == 0:
-            (tmp_path / "tiny.py").write_text(program, encoding="utf-8")
-        outputs[heading] = forks.run_program(program, folder=tmp_path).stdout
-    assert list(outputs) == [
-        "A small model to try it on",
-        "Prepare in a with-block",
-        "Undo before the merge",
-        "Keep the record with the run",
-        "Resume from it in a new process",
-    ]
-    assert "LlamaForCausalLM full" in outputs["Keep the record with the run"]
-    refusal = outputs["Resume from it in a new process"]
+def test_the_programs_are_true(tmp_path: Path) -> None:
+    folder = pages.DOCS / "programs"
+    shutil.copy(folder / "tiny.py", tmp_path)
+    names = ["tiny", "prepare", "merge_after", "record", "resume"]
+    assert {path.stem for path in folder.iterdir()} == {*names}
+    outputs = {name: forks.run_program((folder / f"{name}.py").read_text("utf-8"), folder=tmp_path) for name in names}
+    assert "LlamaForCausalLM full" in outputs["record"].stdout
+    refusal = outputs["resume"].stdout
     assert "config.precision: expected 'full', found 'norms'" in refusal
     assert "No step was taken" in refusal
 
@@ -309,7 +302,7 @@ def test_the_header_of_the_site_and_the_citation_name_the_version(monkeypatch: p
     name, _, version = front_page.on_config(SimpleNamespace(site_name="kbitwrap")).site_name.partition(" ")
     assert name == "kbitwrap"
     assert f'\nversion = "{version}"\n' in (pages.ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"version = {{{version}}}" in (pages.DOCS / "citation.md").read_text(encoding="utf-8")
+    assert f"version = {{{version}}}" in (pages.DOCS / "contributing.md").read_text(encoding="utf-8")
 
 
 def test_the_workflows_run_the_gate_and_the_readmes_command() -> None:

@@ -4,8 +4,8 @@
 
 The models are those of fits_models.json, in this folder, with their published shapes; WORD picks those that have it in
 their name. They are in nf4 and bfloat16, with LoRA of rank 16 on every linear layer. What was predicted before is kept
-unless `--again` is given, so a run that was stopped goes on. The result is the data of docs/benchmarks/fits.json, and
-the table of docs/fits.md. `--trainer sft` needs TRL.
+unless `--again` is given, so a run that was stopped goes on. The result is docs/benchmarks/fits.json, of which
+docs/fits.js makes a table, and a short table on docs/fits.md. `--trainer sft` needs TRL.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SEQ_LEN = 2048
 PLAIN, SFT = TRAINERS = ("plain", "sft")
 PRECISIONS = ("peft", "full", "compute", "norms", "adapted", "none")
 SHOWN = {PLAIN: "plain", SFT: "TRL's SFT"}
+IN_SHORT = "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Llama-3.3-70B-Instruct"
 
 
 def models() -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ def save(rows: dict[tuple[str, str, str], dict[str, Any]]) -> None:
 
     versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
     ordered = sorted(rows.values(), key=place)
-    result = {"versions": versions, "devices": DEVICES, "rows": ordered}
+    result = {"versions": versions, "devices": DEVICES, "sources": sources(), "rows": ordered}
     FIGURES.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -144,23 +145,21 @@ def cell(longest: int, largest: int) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Some of the rows as Markdown: a few models, after PEFT's preparation and with the default."""
     head = ["model", "precision", "trained by", *(f"{device} GB" for device in DEVICES)]
     lines = [head]
     for row in rows:
         name = row["model"].rpartition("/")[2]
+        if name not in IN_SHORT or row["precision"] not in ("peft", "norms"):
+            continue
         fits = [cell(*row["fits"][str(device)]) for device in DEVICES]
         lines.append([name, row["precision"], SHOWN[row["trainer"]], *fits])
     return markdown_table(lines)
 
 
-def sources() -> str:
-    """The models, with where their configs are published, and where these were read, as Markdown."""
-    rows = [["model", "config", "read in"]]
-    for model in models():
-        name = model["name"].rpartition("/")[2]
-        rows.append([name, f"[{model['name']}]({model['source']})", "; ".join(model["read"])])
-    return markdown_table(rows)
+def sources() -> dict[str, dict[str, Any]]:
+    """By model, where its config is published, and where its shapes were read."""
+    return {model["name"]: {"config": model["source"], "read": model["read"]} for model in models()}
 
 
 def main() -> None:
@@ -185,4 +184,3 @@ def main() -> None:
         save(rows)
         print(f"{number} of {len(wanted)}:", *name, found["fits"], f"{found['seconds']} s", flush=True)
     replace_section(PAGE, "fits", table(json.loads(FIGURES.read_text())["rows"]))
-    replace_section(PAGE, "sources", sources())

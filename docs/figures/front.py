@@ -1,4 +1,4 @@
-"""Predicts and draws what README.md and the site's front page show: what merges lose, and what a training step takes.
+"""Predicts and draws what docs/pictures/front.svg shows: what merges lose, and what a training step takes.
 
     python docs/figures front             predict, save the figures, draw them
     python docs/figures front --saved     draw what was saved

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/memory.md and docs/step.md that the planner computes from published shapes.
+"""Writes the tables of docs/memory.md and docs/fit.md that the planner computes from published shapes.
 
 python docs/figures memory_tables
 """
@@ -129,7 +129,7 @@ def step_table() -> str:
     return markdown_table(rows, "---:")
 
 
-MEMORY_PAGE, STEP_PAGE = DOCS / "memory.md", DOCS / "step.md"
+MEMORY_PAGE, STEP_PAGE = DOCS / "memory.md", DOCS / "fit.md"
 TABLES: dict[str, Callable[[], str]] = {"added": added_table, "roles": role_table, "peak": peak_table}
 STEPS = "steps"
 

@@ -7,11 +7,10 @@ which docstring of a batch is a function's. So both have a loss, and a divergenc
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import llamas
-from kbitwrap.model.quantization import bitsandbytes_config
+from kbitwrap.model.quantization import bitsandbytes_config, keep_kernels_of_training
 
 RANK = 8
 WARMUP_STEPS = 10
@@ -145,25 +144,14 @@ class Llama(Subject):
         return llamas.next_byte_loss(model, self.text.training[rows], is_autocast=True)[0]
 
     def predictions(self, model: Any) -> Tensor:
-        with kernel_of_training(model.eval()):
+        keep_kernels_of_training(model)
+        with torch.no_grad():
             _, logits = llamas.next_byte_loss(model, self.text.held_out, is_autocast=False)
-        return F.log_softmax(logits.detach().float(), -1).flatten(0, 1)
+        return F.log_softmax(logits.float(), -1).flatten(0, 1)
 
     @property
     def right(self) -> Tensor:
         return self.text.held_out[:, 1:].flatten()
-
-
-@contextlib.contextmanager
-def kernel_of_training(model: Any) -> Iterator[None]:
-    """Have 4-bit layers compute as in training: bitsandbytes has other kernels where no input needs a gradient."""
-    embeddings = model.get_input_embeddings()
-    hook = embeddings.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        hook.remove()
 
 
 class MiniLM(Subject):
@@ -197,9 +185,9 @@ class MiniLM(Subject):
 
     def predictions(self, model: Any) -> Tensor:
         starts = range(0, NUM_HELD_OUT * HELD_OUT_PAIRS, HELD_OUT_PAIRS)
-        with kernel_of_training(model.eval()):
-            batches = (self._batch(model, self.held_out[start : start + HELD_OUT_PAIRS]) for start in starts)
-            return torch.cat([batch.detach() for batch in batches])
+        keep_kernels_of_training(model)
+        with torch.no_grad():
+            return torch.cat([self._batch(model, self.held_out[start : start + HELD_OUT_PAIRS]) for start in starts])
 
     @property
     def right(self) -> Tensor:

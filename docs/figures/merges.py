@@ -1,4 +1,4 @@
-"""Measures what docs/merge.md and docs/measure.md show: adapters merged in each way, by losses, divergences and doctor.
+"""Measures what docs/merge.md and docs/merges_measured.md show: adapters merged in each way, by losses and doctor.
 
     nice -n 10 python docs/figures merges             measure, save the figures, draw them, write the pages
     python docs/figures merges --saved                draw and write what was saved
@@ -35,7 +35,7 @@ from merge_subjects import Llama, MiniLM, Subject
 from sections import DOCS, markdown_table, replace_section
 
 MERGE_PAGE = DOCS / "merge.md"
-MEASURE_PAGE = DOCS / "measure.md"
+MEASURED_PAGE = DOCS / "merges_measured.md"
 FIGURES = DOCS / "benchmarks" / "merges.json"
 PICTURE = DOCS / "pictures" / "merges.svg"
 
@@ -44,8 +44,8 @@ PICTURE = DOCS / "pictures" / "merges.svg"
 class Training:
     """How an adapter is trained: at most this part of each weight is its delta, and each has a seed of its own.
 
-    The steps are times the subject's own. One that is chosen is merged in all ways, the others by ours in 4 bits and by
-    PEFT's.
+    The steps are times the subject's own. One that is chosen is merged in all ways, the others by ours in 4 bits, by
+    PEFT's, and onto the 16-bit weights.
     """
 
     most: float
@@ -165,12 +165,13 @@ def measure(make: Callable[..., Subject], some: Sequence[str], folder: Path) -> 
     """
     subject = make()
     bench = Bench(subject, folder)
+    in_16_bits = bench.loss(subject.predictions(subject.load(bench.base)))
     adapters = []
     measured = {}
     for training in TRAININGS:
         figures = bench.train(training)
         print(type(subject).__name__, figures, flush=True)
-        ways = (HALF, QUANTIZED, PEFTS, RELOAD, AGAIN) if training.is_chosen else (QUANTIZED, PEFTS)
+        ways = (HALF, QUANTIZED, PEFTS, RELOAD, AGAIN) if training.is_chosen else (QUANTIZED, PEFTS, RELOAD)
         merges = {}
         for way in ways:
             merges[way] = bench.measure_seeds(way)
@@ -182,7 +183,8 @@ def measure(make: Callable[..., Subject], some: Sequence[str], folder: Path) -> 
     bench.subject = make(targets=some)
     figures = bench.train(SHORT)
     partly = {**figures, "merges": {way: [bench.measure(way)] for way in (HALF, MIXED)}}
-    return {"base_loss": bench.loss(bench.before), "adapters": adapters, "partly": partly, "weights": measured}
+    base_losses = {"base_loss": bench.loss(bench.before), "base_loss_in_16_bits": in_16_bits}
+    return {**base_losses, "adapters": adapters, "partly": partly, "weights": measured}
 
 
 def measure_formats(make: Callable[..., Subject], folder: Path) -> dict[str, Any]:
@@ -287,16 +289,32 @@ def choice_table(result: dict[str, Any]) -> str:
 
 def delta_table(result: dict[str, Any]) -> str:
     """The table of adapters of several sizes."""
-    titles = ("delta", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left")
-    rows = [["", *titles]]
+    ways = {QUANTIZED: "`quantized`", PEFTS: "PEFT's", RELOAD: "16-bit base"}
+    titles = [title for name in ways.values() for title in (f"{name} keeps", "KL left")]
+    rows = [["", "delta", "gain", *titles]]
     for subject in SUBJECTS:
         for adapter in result[subject]["adapters"]:
             gain = result[subject]["base_loss"] - adapter["loss"]
-            ours, theirs = (kept_and_left([adapter], way) for way in (QUANTIZED, PEFTS))
-            cells = [*ours, *theirs]
-            if gain < 0:
-                cells[0], cells[2] = ("refused" if cell == "refused" else "-" for cell in (cells[0], cells[2]))
+            cells = []
+            for way in ways:
+                kept, left = kept_and_left([adapter], way)
+                cells += [kept if gain > 0 or kept == "refused" else "-", left]
             rows.append([subject, percent(adapter["delta"]), f"{gain:+.4f}", *cells])
+    return markdown_table(rows)
+
+
+def reload_table(result: dict[str, Any]) -> str:
+    """The table of what speaks for the base's 16-bit weights, and against them, over all sizes of delta."""
+    titles = ("quantization costs the base", "gain kept, worst and best", "KL left, best and worst")
+    rows = [["merged onto the 16-bit weights", *titles]]
+    for subject in SUBJECTS:
+        found = result[subject]
+        gaining = [one for one in found["adapters"] if one["loss"] < found["base_loss"]]
+        kept = [one["gain"] for adapter in gaining for one in adapter["merges"][RELOAD]]
+        left = divergences_left(gaining, RELOAD)
+        cost = found["base_loss"] - found["base_loss_in_16_bits"]
+        spans = [f"{percent(min(values))} to {percent(max(values))}" for values in (kept, left)]
+        rows.append([subject, f"{cost:+.4f} of loss", *spans])
     return markdown_table(rows)
 
 
@@ -353,9 +371,10 @@ def show(result: dict[str, Any]) -> None:
     """Draw the picture and write the parts of the pages."""
     style.draw(draw, PICTURE, result)
     replace_section(MERGE_PAGE, "merges", choice_table(result))
-    replace_section(MERGE_PAGE, "deltas", delta_table(result))
-    replace_section(MERGE_PAGE, "formats", format_table(result))
-    replace_section(MEASURE_PAGE, "merges", weights_table(result))
+    replace_section(MEASURED_PAGE, "deltas", delta_table(result))
+    replace_section(MERGE_PAGE, "16 bits", reload_table(result))
+    replace_section(MEASURED_PAGE, "formats", format_table(result))
+    replace_section(MEASURED_PAGE, "merges", weights_table(result))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 For Mistral-7B and Llama-3.3-70B in nf4, PEFT's way and each precision: building the model, the first prediction of 2048
 tokens, one more of another length, and both searches for what fits a budget. What importing the libraries takes is not
-in it. The result is the data of docs/benchmarks/planning.json and a table of docs/step.md.
+in it. The result is the data of docs/benchmarks/planning.json and a table of docs/prediction.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from measuring import clock
 from sections import DOCS, markdown_table, replace_section
 
 FIGURES = DOCS / "benchmarks" / "planning.json"
-PAGE = DOCS / "step.md"
+PAGE = DOCS / "prediction.md"
 BUDGETS = {"mistralai/Mistral-7B-v0.3": "8GiB", "meta-llama/Llama-3.3-70B-Instruct": "60GiB"}
 IMPORTED = (
     "bitsandbytes",

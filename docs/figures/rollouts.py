@@ -1,6 +1,6 @@
 """Compares a model that is trained on a quantized base with what an engine serves that is sent its adapter alone.
 
-    python docs/figures rollouts            train, compare, save the figures, write docs/rollouts.md
+    python docs/figures rollouts            train, compare, save the figures, write docs/benchmarks.md
     python docs/figures rollouts --saved    write what was saved
 
 The engine holds a base of its own: the 16-bit one; the dequantized one, whose weights are the trainer's; or one that it
@@ -29,7 +29,7 @@ from kbitwrap.model.quantization import bitsandbytes_config
 from llamas import Run, Settings, Text, next_byte_loss, pretrain, read_text
 from sections import DOCS, replace_section, text_table
 
-PAGE = DOCS / "rollouts.md"
+PAGE = DOCS / "benchmarks.md"
 FIGURES = DOCS / "benchmarks" / "rollout.json"
 ARCHITECTURES = ("llama", "qwen3", "gemma")
 QUANTS = ("nf4", "int8")

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import StrPath
 from ..errors import ConfigError
 from ..model.quantization import is_of_another_library, is_quantized_layer
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of, in_one_line, shown
 from .reader import StoredTensor, adapter_file, read_json, read_tensors
 
-_BASE = "base_model_name_or_path"
+BASE_MODEL = "base_model_name_or_path"
 _MOST_RANKS = 1024  # so many are allocated without a tensor of that size
 # What Unsloth adds to a config: how the columns of LoRA's factors lie for a stack of
 # experts, and the same by parameter.
@@ -30,7 +31,18 @@ _BY_RANK = "rank_major"  # PEFT's own: of each rank the columns of all experts
 _BY_EXPERT = "grouped_by_expert"  # of each expert the columns of all ranks
 # one of a list of experts, as transformers had them before it put them in stacks
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+# an owner and a name: no adapter has a name alone, which may be a folder's
+_NAME_ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# PEFT's ways to begin an adapter that leave a residual in the base
+_REWRITING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# what a Trainer saves beside an adapter in order to go on
+_OF_TRAINING = ["checkpoint-*/*", "*.pt", "*.pth", ".*"]
 _NO_VALUES: tuple[Any, ...] = (None, False, "", [], {})
+
+
+def rewrites_base(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT leaves a residual in the base when it makes an adapter with this config."""
+    return str(config.get("init_lora_weights")).startswith(_REWRITING)
 
 
 @dataclass(frozen=True)
@@ -79,23 +91,51 @@ class SavedAdapter:
         return {canonical_fqn(name) for name in self.tensors}
 
 
-def read_adapter(folder: Path) -> SavedAdapter:
-    """Read the headers of an adapter.
+def adapter_folder(adapter: StrPath) -> Path:
+    """Return the folder of an adapter, of one on the hub its snapshot, which is in the cache where there is no network.
+
+    Raise `ConfigError` where the hub is asked, and has none.
+    """
+    from huggingface_hub import snapshot_download
+
+    name = os.fspath(adapter)
+    if os.path.exists(name) or not _NAME_ON_HUB.fullmatch(name):
+        return Path(name)
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=_OF_TRAINING))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"there is no adapter in a folder {name!r}, and none of that name on the hub: {in_one_line(error)}"
+        ) from error
+
+
+def read_adapter(adapter: StrPath) -> SavedAdapter:
+    """Read the headers of an adapter in a folder or on the hub.
 
     Raise `ConfigError` where it is damaged, or says what PEFT does not know.
     """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = adapter_folder(adapter)
     file = adapter_file(folder)
     path = folder / "adapter_config.json"
     if file is None or not os.path.isfile(path):
+        # of a Trainer that was not asked to save the model itself
+        newest = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+        if newest is not None and adapter_file(Path(newest)) is not None:
+            raise ConfigError(
+                f"{os.fspath(folder)!r} holds no adapter; its newest checkpoint does: give {newest!r}"
+            )
         raise ConfigError(
             f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}"
         )
 
     saved = SavedAdapter(folder, read_json(path), read_tensors(file))
-    named = saved.config.get(_BASE)
+    named = saved.config.get(BASE_MODEL)
     if not isinstance(named, str | None):
         raise ConfigError(
-            f"{os.fspath(path)!r}: {_BASE}: expected a name or a path, found {shown(named)}"
+            f"{os.fspath(path)!r}: {BASE_MODEL}: expected a name or a path, found {shown(named)}"
         )
 
     # PEFT allocates what the config says before anything is compared

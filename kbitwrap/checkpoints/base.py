@@ -21,7 +21,7 @@ from torch import nn
 
 from ..config import StrPath
 from ..errors import ConfigError
-from ..manifest.manifest import Manifest
+from ..manifest.manifest import NOT_PREPARED, Manifest
 from ..manifest.pending import BaseCheck
 from ..model.bitsandbytes_layers import is_pending
 from ..model.pretrained import (
@@ -36,10 +36,17 @@ from ..model.quantization import (
     is_of_another_library,
     is_quantized_parameter,
 )
+from ..model.tree import join
 from ..model.wrappers import canonical_fqn
 from ..reports import first_of
 from ..tensors.dtypes import find_dtype
-from .adapters import SavedAdapter, vocabulary_layers, with_adapter
+from .adapters import (
+    BASE_MODEL,
+    SavedAdapter,
+    rewrites_base,
+    vocabulary_layers,
+    with_adapter,
+)
 from .base_quantization import OF_BASE, QUANTIZATION, UNKNOWN, BaseQuantization
 from .reader import StoredTensor, recorded_shapes
 from .sides import files_of_base, original_tensors
@@ -166,10 +173,26 @@ def load_base(
     if manifest is not None and (
         settings is None or QUANTIZATION not in manifest.unknown
     ):
-        check = BaseCheck(manifest, model, unknown)
+        residual = [] if saved is None else _rewritten(manifest, saved)
+        check = BaseCheck(manifest, model, [*unknown, *residual])
 
     unexpected = _unexpected_tensors(source, model, own_classes)
     return TrainedBase(os.fspath(source), model, unknown, check, unexpected)
+
+
+def _rewritten(manifest: Manifest, saved: SavedAdapter) -> list[str]:
+    """Return the tensors that a callback recorded after PEFT's initializer, as PiSSA, had left a residual in them."""
+    was_before = NOT_PREPARED not in manifest.unknown or not manifest.adapters
+    if was_before or not rewrites_base(saved.config):
+        return []
+
+    found = []
+    for layer in {name.rpartition(".lora_")[0] for name in saved.held}:
+        if layer:
+            start = join(layer, "weight")
+            found += [fqn for fqn in manifest.rows if fqn.startswith(start)]
+
+    return found
 
 
 def _unexpected_tensors(
@@ -199,7 +222,7 @@ def named_base(saved: SavedAdapter) -> str:
 
     Raise `ConfigError` where it names none.
     """
-    name = saved.config.get("base_model_name_or_path")
+    name = saved.config.get(BASE_MODEL)
     if not name:
         raise ConfigError(
             f"the config of {saved.name} does not name its base (base_model_name_or_path): give the base that was "
@@ -214,7 +237,7 @@ def other_named_base(saved: SavedAdapter, source: StrPath) -> str | None:
 
     A copy in a folder of the same name is taken for the same.
     """
-    named = saved.config.get("base_model_name_or_path")
+    named = saved.config.get(BASE_MODEL)
     if not named or os.path.realpath(named) == os.path.realpath(source):
         return None
 

@@ -12,7 +12,7 @@ from ..manifest.manifest import Manifest
 from ..model.pretrained import as_plain, own_settings, read_config
 from ..model.quantization import kind_of
 from ..tensors.dtypes import find_dtype
-from .adapters import SavedAdapter
+from .adapters import BASE_MODEL, SavedAdapter
 from .reader import recorded_quantization
 
 QUANTIZATION = "how the base was quantized in training"
@@ -57,6 +57,23 @@ class BaseQuantization(NamedTuple):
 UNQUANTIZED = BaseQuantization({}, GIVEN)
 
 
+def run_on_original(
+    quantization: BaseQuantization, record: Manifest | None, dtype: Any
+) -> tuple[Manifest | None, BaseQuantization, Any]:
+    """Return the record, quantization and dtype by which `load_base` loads the base's own 16-bit weights.
+
+    Raise `ConfigError` where the base was saved quantized.
+    """
+    if quantization.source == OF_BASE:
+        raise ConfigError(
+            "the base was saved quantized: its 16-bit weights are not here"
+        )
+
+    if dtype is None and record is not None:
+        dtype = record.model.dtype
+    return None, UNQUANTIZED, dtype
+
+
 def find_quantization(
     base: StrPath,
     given: Any,
@@ -92,7 +109,16 @@ def find_quantization(
             f"None, found {given!r}"
         )
 
-    own = own_quantization(base, trust_remote_code)
+    try:
+        own = own_quantization(base, trust_remote_code)
+    except ConfigError as error:
+        is_named = saved is not None and base == saved.config.get(BASE_MODEL)
+        if not is_named or os.path.exists(base):
+            raise
+        raise ConfigError(
+            f"{error}; the config of the adapter names this base: give the base that is here"
+        ) from error
+
     if own is not None:
         _refuse_other(f"the base {os.fspath(base)!r}", own, given)
         return BaseQuantization(own, OF_BASE)

@@ -255,6 +255,16 @@ class _Wrong:
         return self.figures.num_bits if is_quantized else self.figures.requantized_bits
 
     @property
+    def is_twice(self) -> bool:
+        """Whether the delta is there twice, on a base that was quantized again in between."""
+        if not self.delta:
+            return False
+
+        nearest = self.figures.nearest
+        deviation = math.sqrt(nearest.off / math.prod(self.figures.shape) / self.delta)
+        return abs(nearest.kept - 2) <= _OF_KEPT and _DEVIATIONS * deviation < 1
+
+    @property
     def is_of_low_rank(self) -> bool:
         """Whether the change is of a rank that adapters have, and not of a full one.
 
@@ -299,6 +309,7 @@ _CAUSES: tuple[tuple[str, Callable[[_Wrong], object], str], ...] = (
     (OTHER_SCALES, lambda one: not one.figures.has_due_scales and one.figures.num_bits == 8, _DIFFERENCE),
     (REQUANTIZED_TO_4_BITS, lambda one: one.off < 1 and one.num_bits_of_codes == 4, ""),
     (REQUANTIZED, lambda one: one.off < 1 and one.num_bits_of_codes, ""),
+    (DOUBLED, lambda one: one.is_twice, _DIFFERENCE),
     (ANOTHER_ADAPTER, lambda one: one.is_of_low_rank, _DIFFERENCE),
     (ANOTHER_BASE, lambda one: True, _DIFFERENCE + "; another adapter of a rank above 16 looks so too"),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from ..config import QuantKind, StrPath
 from ..errors import ConfigError
 from ..preparation.process import plain_mode
 from . import doctor_base, doctor_merge, doctor_run
+from .adapters import adapter_folder
 from .doctor_report import Checks, DoctorReport, Examination, Finding
 from .doctor_subjects import (
     Adapter,
@@ -56,6 +57,7 @@ _OF_THE_PROCESS: Checks = {"allocator": doctor_run.allocator}
 # The base of a run is compared, and may be loaded, once.
 _OF_THE_NEWEST_FOLDER: Checks = {
     "base": doctor_base.recorded_base,
+    "numerics": doctor_run.numerics,
     "dequantized base": doctor_merge.dequantized_base,
 }
 
@@ -82,7 +84,7 @@ def doctor(
             file of weights, or a model.
         base: What was trained on: a folder, a name, or a loaded model, which is only
             compared with a manifest.
-        adapter: The folder of an adapter that may have been merged.
+        adapter: The folder of an adapter that may have been merged, or its name on the hub.
         quant: How the base was quantized in training, where neither its config nor the
             adapter's manifest says it: a ``QuantKind`` or its word, a config as for
             ``from_pretrained``, or ``False`` for not at all.
@@ -115,6 +117,8 @@ def doctor(
             )
         quant = QuantKind(quant).settings or False
 
+    if adapter is not None:
+        adapter = adapter_folder(adapter)
     options = DoctorOptions(base, adapter, quant, device, trust_remote_code)
     examination = Examination()
     with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers

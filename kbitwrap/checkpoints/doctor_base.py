@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from torch import nn
 
-from ..errors import ManifestMismatchError
+from ..errors import ConfigError, ManifestMismatchError
 from ..model.pretrained import unexpected_names
 from ..preparation.comparison import DECOMPRESSED
 from ..reports import shown
 from ..tensors.bits import content_digest
 from ..tensors.devices import accelerator_type
 from ..tensors.lazy import materialize
+from .adapters import read_adapter
 from .base import load_base
 from .base_quantization import find_quantization
 from .doctor_report import Finding, fault, fine, not_measured
@@ -48,10 +50,10 @@ def recorded_base(folder: Folder) -> Finding | None:
         base = folder.path
 
     device = manifest.device_type  # others may quantize otherwise
-    if base is None or device not in ("cpu", accelerator_type()):
-        return not_measured(
-            _THE_BASE, f"give base (--base), on a machine with {device}"
-        )
+    if base is None:
+        return not_measured(_THE_BASE, "give base (--base)")
+    if device not in ("cpu", accelerator_type()):
+        return not_measured(_THE_BASE, f"examine it on a machine with {device}")
 
     try:
         if isinstance(base, nn.Module):
@@ -59,7 +61,10 @@ def recorded_base(folder: Folder) -> Finding | None:
         else:
             trust = options.trust_remote_code
             quantization = find_quantization(base, None, manifest, None, trust)
-            load_base(base, None, manifest, quantization, None, device, trust)
+            saved = None
+            with contextlib.suppress(ConfigError):  # there may be none
+                saved = read_adapter(folder.path)
+            load_base(base, saved, manifest, quantization, None, device, trust)
     except ManifestMismatchError as error:
         name = manifest.model.name_or_path
         return fault(

@@ -32,7 +32,13 @@ from .base_quantization import (
     BaseQuantization,
     find_quantization,
 )
-from .causes import REQUANTIZED_TO_4_BITS
+from .causes import (
+    ANOTHER_ADAPTER,
+    DOUBLED,
+    NO_DELTA,
+    REQUANTIZED_TO_4_BITS,
+    UNCHANGED,
+)
 from .doctor_base import EXPORT
 from .doctor_report import (
     FAULT,
@@ -55,6 +61,15 @@ _MERGE_AGAIN = (
     "merge again: kbitwrap merge ADAPTER --out DIR, with the --quant of the training where nothing records it, or "
     "export(merge_adapters=True)"
 )
+_LOST = (
+    "merge again, and see that the adapter is loaded: kbitwrap merge ADAPTER --out DIR"
+)
+_REMEDIES = {
+    ANOTHER_ADAPTER: "give the adapter that was merged (adapter, --adapter), or merge again",
+    DOUBLED: "merge once, into the base: kbitwrap merge BASE ADAPTER --out DIR",
+    NO_DELTA: _LOST,
+    UNCHANGED: _LOST,
+}
 _Dtypes = list[torch.dtype | None]
 
 
@@ -219,7 +234,7 @@ def measure(
         examination.add(_NAME, where, not_measured(_WHAT, lacking))
         return None
 
-    manifest = saved_manifest(Path(options.adapter))
+    manifest = saved_manifest(options.adapter)
     try:
         if isinstance(subject, LiveModel):
             merged = walk_merged(subject.tree.model)
@@ -255,7 +270,7 @@ def _measure(
     """
     options, where = subject.options, subject.where
     trust = options.trust_remote_code
-    saved = read_adapter(Path(options.adapter))
+    saved = read_adapter(options.adapter)
     quantization = find_quantization(
         options.base, options.quantization_config, manifest, saved, trust
     )
@@ -263,9 +278,9 @@ def _measure(
     if manifest is None and not saved.config_of_model:
         dtypes = _dtypes_in_training(options, merged)
 
-    assumed, remedy = "", _MERGE_AGAIN
+    assumed, usual = "", _MERGE_AGAIN
     if quantization.source == GIVEN:
-        remedy = f"if it was trained in another quantization, {_GIVE}; otherwise {_MERGE_AGAIN}"
+        usual = f"if it was trained in another quantization, {_GIVE}; otherwise {_MERGE_AGAIN}"
     if quantization.source == UNKNOWN:
         quantization = _assumed_quantization(subject, merged, saved, dtypes)
         assumed = quantization.form
@@ -273,7 +288,7 @@ def _measure(
             assumed += f", which {quantization.source}"
         if quantization.source == FITTED:
             why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
-            remedy = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
+            usual = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
             examination.add(_NAME, where, not_measured(QUANTIZATION, why))
 
     measures = []
@@ -293,6 +308,7 @@ def _measure(
     for one in found.faults:
         before = f"{one.evidence}: " if one.evidence else ""
         told_of = before + first_of(one.fqns)
+        remedy = _REMEDIES.get(one.cause, usual)
         examination.add(_NAME, where, fault(one.cause, told_of, remedy))
 
     if not found.faults:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..manifest.numerics import changed_versions
 from ..reports import shown
 from ..tensors.lazy import materialize
 from .doctor_report import Finding, fault, fine, not_measured
@@ -191,6 +192,22 @@ def trainer_state(folder: Folder) -> Finding | None:
         return _interrupted(folder, f"{path}: {error!r}")
 
     return fine(f"step {shown(step)} of {shown(last)}")
+
+
+def numerics(folder: Folder) -> Finding | None:
+    """Say what the base computed when training began, with which versions, and which of these are others now."""
+    manifest = folder.manifest
+    if manifest is None or manifest.logits is None:
+        return None
+
+    libraries = [f"{name} {one}" for name, one in manifest.versions.items()]
+    changed = changed_versions(manifest.versions)
+    since = f"since then {', '.join(changed)}"
+    if not changed:
+        since = "the same are installed"
+    return fine(
+        f"the base's logits were {manifest.logits}, with {', '.join(libraries)}; {since}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from ..model.pretrained import meta_model
 from ..model.quantization import Quantization, is_quantized_parameter
 from ..model.tree import ModelTree
 from ..model.wrappers import canonical_fqn, unwrap
+from ..preparation.copies import casts_by_others
 from ..preparation.preparation import Preparation
-from ..tensors.dtypes import HALF_DTYPES, find_dtype
+from ..tensors.dtypes import find_dtype
 from ..tensors.lazy import materialize
 from .inspection import inspect_opened
 from .reader import (
@@ -351,14 +352,9 @@ def _live_base(tree: ModelTree, *, is_prepared: bool) -> Base:
         if not is_prepared and has_transposed_scales(tensor.module):
             transposed.append(tensor.fqn)
 
-    # float32 parameters that the architecture loads in half
     left = None
     if meta is not None and not is_prepared:
-        left = []
-        for fqn, loaded in meta.named_parameters(remove_duplicate=False):
-            is_float32 = fqn in plain and plain[fqn].dtype == torch.float32
-            if is_float32 and loaded.dtype in HALF_DTYPES:
-                left.append(fqn)
+        left = [tensor.fqn for tensor, _ in casts_by_others(tree, meta)]
 
     return Base(
         plain,

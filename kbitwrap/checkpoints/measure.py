@@ -29,6 +29,7 @@ from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
 from .base import TrainedBase
 from .causes import (
+    ANOTHER_BASE,
     CHANGED,
     OF_BASE_CODES,
     OF_DELTA,
@@ -58,6 +59,12 @@ TRAINED, ORIGINAL, OTHER = "trained", "original", "other"
 _TOLD_ONTO = {
     TRAINED: "added to the weights that it was trained on",
     ORIGINAL: "added to the base's own weights, not to the quantized ones that it was trained on",
+}
+# The faults of what is a merge all the same, where most tensors have them, and what it is called.
+_STILL_MERGES = {
+    REQUANTIZED: "a merge into quantized weights",
+    REQUANTIZED_TO_4_BITS: "a merge in 4 bits",
+    ANOTHER_BASE: "a merge with another base",
 }
 MISSING = "missing from the checkpoint"
 UNKNOWN = "in neither the base nor the adapter"
@@ -115,7 +122,10 @@ class MergeMeasure:
         if self.faults:
             named = [f"{one.cause} ({first_of(one.fqns, 1)})" for one in self.faults]
             onto = f" onto the base's weights {self.assumed}" if self.assumed else ""
-            return f"not a merge{onto}: {'; '.join(named)}"
+            what, most = "not a merge", max(self.faults, key=lambda one: len(one.fqns))
+            if 2 * len(most.fqns) > len(self.tensors):
+                what = _STILL_MERGES.get(most.cause, what)
+            return f"{what}{onto}: {'; '.join(named)}"
 
         if not self.tensors:
             return "a merge: the adapter adds nothing, and neither does the checkpoint"

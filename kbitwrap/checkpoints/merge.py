@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from ..config import StrPath
 from ..errors import ConfigError, ExportError
-from ..export.export import save_model, saves_itself
+from ..export.export import export_model, save_model, saves_itself
 from ..export.forms import HALF, MIXED, QUANTIZED, MergeForm, skip_layers
 from ..export.merge import Merged, merge_into
 from ..export.twin import build_twin
 from ..export.writer import (
+    CARD,
     Progress,
     checkpoint_writer,
     is_of_a_model,
@@ -31,6 +32,7 @@ from ..manifest.manifest import Manifest
 from ..model.pretrained import kept_dtype
 from ..model.quantization import skipped_layers
 from ..model.tree import ModelTree, join
+from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..reports import ExportReport, first_of, shown
 from ..tensors.devices import accelerator_type
@@ -45,12 +47,19 @@ from .base import (
 )
 from .base_quantization import (
     OF_BASE,
+    OF_MANIFEST,
     BaseQuantization,
     find_quantization,
+    run_on_original,
 )
 from .beside import are_copies, copy_files, files_beside
-from .measure import measure_merge
-from .reader import lazy_tensors, load_manifest, saved_manifest
+from .measure import ORIGINAL, measure_merge
+from .reader import (
+    lazy_tensors,
+    load_manifest,
+    recorded_quantization,
+    saved_manifest,
+)
 from .sides import read_merged
 
 _CARD = """\
@@ -65,13 +74,10 @@ tags:
 The weights of the base, {name}, were {form} in training, which {source}.{added} \
 Written by kbitwrap {version} on {device}.{notes}
 """
-_WRITTEN_CARD = re.compile(
-    r"---\n(base_model: .*\n)?library_name: transformers\ntags:\n- merged\n---\n\n# .*\n\n.* Written by kbitwrap .*\n"
-)
 _NAME_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BASE_MODEL = 'base_model: "{name}"\n'
 _ADDED = (
-    " The {peft_type} adapter `{adapter}` was added in float32 and {rounded}. {kept:.1%} of what the adapter adds is "
+    " The {adapter} was added in float32 and {rounded}. {kept:.1%} of what the adapter adds is "
     "in these weights; rounding them is off by {error:.1%} of its length. `kbitwrap doctor` measures it again."
 )
 _ROUNDED = {
@@ -80,6 +86,7 @@ _ROUNDED = {
     QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
 }
 _LEFT = "files of the base were left behind, because others take their place or they are no part of a merge: {}"
+_ON_ORIGINAL = "the adapter is merged onto the base's own 16-bit weights, not onto those that it was trained on"
 _OF_ANOTHER_BASE = (
     "the adapter names {named} as its base; what was merged is {merged!r}. If these are not the "
     "same model, the merge is wrong"
@@ -119,11 +126,12 @@ def merge_checkpoint(
     Args:
         base: The folder of the base, or its name on the hub; ``None`` for the one that
             the adapter's config names.
-        adapter: The folder that PEFT saved the adapter in; ``None`` for the dequantized
+        adapter: The folder that PEFT saved the adapter in, or its name on the hub; ``None`` for the dequantized
             base alone, which an engine needs that is sent adapters only.
         dst: The folder to make: complete in the end, or absent.
         merge_as: The form of the merged model, as for ``KbitPreparedModel.export``:
-            ``"half"``, ``"mixed"`` or ``"quantized"``.
+            ``"half"``, ``"mixed"`` or ``"quantized"``; or ``"original"``: onto the
+            base's own 16-bit weights, which no manifest is compared with.
         manifest: The record of the preparation, or its path: it says how the base was
             quantized, and the base is compared with its digests. ``None`` for
             ``kbitwrap.json`` in the adapter's folder, if there is one.
@@ -169,12 +177,16 @@ def merge_checkpoint(
         kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
     """
     start = time.perf_counter()
-    form = MergeForm(merge_as, seed)
-    saved = None if adapter is None else read_adapter(Path(adapter))
+    is_onto_original = merge_as == ORIGINAL
+    form = MergeForm(HALF if is_onto_original else merge_as, seed)
+    saved = None if adapter is None else read_adapter(adapter)
     if base is None:
         if saved is None:
             raise ConfigError("expected a base or an adapter, found neither")
         base = named_base(saved)
+
+    if saved is not None:
+        _refuse_merged(base, saved)
 
     # refuses an invalid size before anything is computed
     split_into_files({}, max_shard_size)
@@ -185,12 +197,7 @@ def merge_checkpoint(
     target = Path(os.path.realpath(dst))
 
     def owns(found: Path) -> bool:
-        is_card = found.name == "README.md" and found.is_file()
-        if is_card:
-            text = found.read_text(encoding="utf-8", errors="replace")
-            is_card = _WRITTEN_CARD.fullmatch(text) is not None
-        is_ours = is_of_a_model(found) or is_card
-        return is_ours or are_copies(found, target, files)
+        return is_of_a_model(found) or are_copies(found, target, files)
 
     writing = checkpoint_writer(
         dst,
@@ -209,12 +216,13 @@ def merge_checkpoint(
         quantization = find_quantization(
             base, quantization_config, record, saved, trust_remote_code
         )
+        run: Any = (record, quantization, dtype)
+        if is_onto_original:
+            run = run_on_original(quantization, record, dtype)
         trained, adapted = load_adapted(
             base,
             saved,
-            record,
-            quantization,
-            dtype,
+            *run,
             device,
             trust_remote_code,
             may_be_pending=form.merge_as == HALF,
@@ -240,14 +248,20 @@ def merge_checkpoint(
         if saved is not None and other is None:
             name = saved.config.get("base_model_name_or_path") or name
         notes = [note] if note else []
+        if is_onto_original:
+            notes.append(_ON_ORIGINAL)
         loaded = trained.model.dtype
         is_own = quantization.source == OF_BASE
         if dtype is not None and is_own and parse_dtype(dtype) != loaded:
             notes.append(kept_dtype(loaded, parse_dtype(dtype)))
         if left:
             notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
-        card = _card(name, saved, form, quantization, merged, device, notes)
-        (writer.folder / "README.md").write_text(card, encoding="utf-8")
+        added = ""
+        if saved is not None:
+            peft_type = saved.config.get("peft_type", "PEFT")
+            added = f"{peft_type} adapter `{name_of_base(os.fspath(saved.folder))}`"
+        card = _card(name, added, form, quantization, merged, device, notes)
+        (writer.folder / CARD).write_text(card, encoding="utf-8")
 
     of_merge = merged.report()
     if other is not None:
@@ -264,6 +278,69 @@ def merge_checkpoint(
         seconds=time.perf_counter() - start,
         is_merge=saved is not None,
         **of_merge,
+    )
+
+
+def _refuse_merged(base: StrPath, saved: SavedAdapter) -> None:
+    """Raise where a base is a merge of this adapter by its card, and not the base that the adapter names."""
+    named = other_named_base(saved, base)
+    path = Path(base, CARD)
+    if named is None or not os.path.isfile(path):
+        return
+
+    card = path.read_text(encoding="utf-8", errors="replace")
+    name = name_of_base(os.fspath(saved.folder))
+    if "Written by kbitwrap" in card and f"`{name}` was added" in card:
+        raise ConfigError(
+            f"{os.fspath(base)!r} is a merge of the adapter {name!r} already, as its {CARD} says: give the base that "
+            f"was trained on, {shown(named)}"
+        )
+
+
+def merge_live(
+    model: Any,
+    preparation: Preparation | None,
+    manifest: Manifest,
+    dst: StrPath,
+    *,
+    form: MergeForm,
+    name: str,
+    processing_class: Any,
+) -> ExportReport:
+    """Write the merge of a live model, with a card; a checkpoint at the destination is replaced.
+
+    Args:
+        model: The model with its adapters.
+        preparation: Its preparation.
+        manifest: The manifest of that.
+        dst: The folder to make.
+        form: The form of the merged model.
+        name: The name of the adapter, for the card.
+        processing_class: The tokenizer or processor to write too, or ``None``.
+    """
+    config = recorded_quantization(manifest) or {}
+    quantization = BaseQuantization(config, OF_MANIFEST)
+    base = manifest.model.name_or_path
+    device = next(model.parameters()).device
+    *_, last = model.peft_config.values()
+    added = f"{last.peft_type.value} adapter trained in `{name}`"
+
+    def finish(folder: Path, merged: Merged) -> None:
+        card = _card(base, added, form, quantization, merged, device, ())
+        (folder / CARD).write_text(card, encoding="utf-8")
+
+    return export_model(
+        model,
+        preparation,
+        dst,
+        merge_adapters=True,
+        form=form,
+        live=None,
+        processing_class=processing_class,
+        max_shard_size="5GB",
+        overwrite=True,
+        progress=False,
+        finish=finish,
     )
 
 
@@ -308,14 +385,14 @@ def _taken_over(
 
 def _card(
     base: str,
-    saved: SavedAdapter | None,
+    adapter: str,
     form: MergeForm,
     quantization: BaseQuantization,
     merged: Merged,
     device: torch.device | str,
     notes: Sequence[str],
 ) -> str:
-    """Return a model card that says what was made of what, and what to mind.
+    """Return a model card that says what was made of what, and what to mind; ``""`` stands for no adapter.
 
     A folder is named by its last part, and is no base model that the hub knows.
     """
@@ -325,11 +402,10 @@ def _card(
 
     state = "dequantized" if form.merge_as == HALF else "quantized"
     title, added = f"{name}, {state}", ""
-    if saved is not None:
+    if adapter:
         title = f"{name}, merged"
         added = _ADDED.format(
-            peft_type=saved.config.get("peft_type", "PEFT"),
-            adapter=saved.folder.name,
+            adapter=adapter,
             rounded=_ROUNDED[form.merge_as],
             kept=merged.total.kept,
             error=merged.total.error,

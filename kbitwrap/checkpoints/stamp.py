@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..config import Precision, PrepareConfig, StrPath
+from ..config import StrPath
 from ..errors import ConfigError
 from ..manifest.manifest import DTYPES_OF_4_BITS, MANIFEST_NAME, Manifest
-from ..model.checks import tree_of
-from ..preparation.plan import build_plan
 from ..preparation.preparation import Preparation
 from ..preparation.process import plain_mode
 from ..tensors.devices import accelerator_type
@@ -76,9 +72,8 @@ def stamp_adapter(
         ...
         kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
     """
-    folder = Path(adapter)
-    saved = read_adapter(folder)
-    path = folder / MANIFEST_NAME
+    saved = read_adapter(adapter)
+    path = saved.folder / MANIFEST_NAME
     if path.exists():
         raise ConfigError(
             f"{path}: the run has its manifest; it is not replaced. Delete this file to stamp again, unless it was "
@@ -98,28 +93,19 @@ def stamp_adapter(
     if quantization.source == UNKNOWN:
         unknown.append(QUANTIZATION)
         quantization = UNQUANTIZED
+    is_given = quantization_config not in (None, False)
+    if is_given and quantization.config.get("load_in_4bit"):
+        unknown.append(DTYPES_OF_4_BITS)
 
     with torch.random.fork_rng(devices=[]), plain_mode():  # loading draws numbers
         trained = load_base(
             base, saved, None, quantization, dtype, device, trust_remote_code
         )
-        # recorded as one that is prepared, and not afterwards; anything holds the
-        # preparation where there is no wrapper
-        holder = nn.Module()
-        preparation = Preparation(holder)
-        config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
-        tree = tree_of(trained.model)
-        preparation.apply(build_plan(trained.model, config), tree)
-        try:
-            recorded = Manifest.of(preparation)
-        finally:
-            preparation.release()
-            preparation.journal.undo_or_raise(tree)
+        trained.model.requires_grad_(False)  # as PEFT leaves the base of an adapter
+        preparation = Preparation.recording(trained.model)
+        manifest = Manifest.of(
+            preparation, unknown=tuple(unknown), world_size=1, visible_devices=1
+        )
         adapted_base(trained, saved)  # which raises for an adapter of another base
-
-    is_given = quantization_config not in (None, False)
-    if is_given and recorded.model.quantization.config.get("load_in_4bit"):
-        unknown.append(DTYPES_OF_4_BITS)
-    manifest = recorded.made_afterwards(unknown)
     manifest.save(path)
     return manifest

@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 from rich.status import Status
@@ -25,10 +27,11 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 EXIT_BROKEN_PIPE = 141  # as it reports one that SIGPIPE ended
 
+ADAPTER_CONFIG = "adapter_config.json"  # beside an adapter that PEFT saved
 QUANT_BY_CONFIG = (
-    "By the BitsAndBytesConfig of the training script, --quant is int8 for load_in_8bit=True; for load_in_4bit=True it "
-    "is fp4, or nf4 with bnb_4bit_quant_type='nf4'; with bnb_4bit_use_double_quant=True as well, fp4-double or "
-    "nf4-double. Without such a config it is none"
+    "By the BitsAndBytesConfig of the training script, nf4 is load_in_4bit=True with bnb_4bit_quant_type='nf4', fp4 is "
+    "load_in_4bit=True alone, nf4-double and fp4-double are these with bnb_4bit_use_double_quant=True, int8 is "
+    "load_in_8bit=True, and none is no such config"
 )
 _UNBOUNDED = 1_000_000  # columns
 # The arguments that the library's messages name, and the options in their place.
@@ -184,13 +187,31 @@ def working(
         say("--trust-remote-code: code that the model brings along is run")
     try:
         doing = Doing(what)
-        with doing, quiet_libraries():
+        with doing, quiet_libraries(), _cleaning_up():
             yield doing
     except ManifestMismatchError:
         raise
     except (KbitWrapError, OSError) as error:
         said = in_one_line(error) if is_script else first_line(error)
         raise InputError(said) from error
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """Let a process that SIGTERM ends remove its temporary folders before."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        sys.exit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # ----------------------------------------------------------------------------------------------------

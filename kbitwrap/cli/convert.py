@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,9 +12,11 @@ from .. import ExportReport, ManifestMismatchError
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    Doing,
     first_line,
     say,
     show_result,
+    with_options,
     working,
 )
 from .usage import (
@@ -82,7 +84,7 @@ def command(
     """
     expect_one_at_most(manifest=manifest, like=like, dtype=dtype)
 
-    def convert(written: Callable[[int], None]) -> ExportReport:
+    def convert(doing: Doing) -> ExportReport:
         from .. import convert_checkpoint
 
         return convert_checkpoint(
@@ -93,22 +95,22 @@ def command(
             dtype=dtype,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
-            progress=written,
+            progress=doing.written,
         )
 
     return write(convert, f"converting {source}", json_)
 
 
 def write(
-    call: Callable[[Callable[[int], None]], ExportReport],
+    call: Callable[[Doing], Any],
     what: str,
     as_json: bool,
     trust_remote_code: bool = False,
 ) -> int:
-    """Write a checkpoint, and print what was written.
+    """Write a checkpoint, or compare merges, and print the report.
 
     Args:
-        call: Writes it, and calls what it is given with each number of bytes written.
+        call: Does it, and says how far it is on the line of progress.
         what: What is being done, in a few words.
         as_json: Print it as JSON.
         trust_remote_code: As for `working`.
@@ -122,7 +124,7 @@ def write(
     """
     try:
         with working(what, trust_remote_code) as doing:
-            report = call(doing.written)
+            report = call(doing)
     except ManifestMismatchError as error:
         say(first_line(error))
         result = {
@@ -134,5 +136,5 @@ def write(
         return EXIT_NO
     show_result(report.to_dict(), [str(report)], as_json)
     for note in report.notes:
-        say(f"note: {note}")
+        say(f"note: {with_options(note)}")
     return EXIT_DONE

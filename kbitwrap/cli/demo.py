@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 SUMMARY = (
     "Prepare, train and merge a small model PEFT's way and ours, and compare them."
 )
-HELP = """Prepare, train and merge a small quantized model PEFT's way and ours, side by side.
-
-A small byte-level Llama is built and loaded in nf4, once for each way. What a training step takes is predicted, and
-measured. A LoRA is trained on it, the model is suspended and restored, and compared with what was loaded. The same LoRA
-is merged in PEFT's ways and in ours, and doctor examines each merge. Runs on the CPU, and needs no network.
-
-Exit status: 0 every answer is yes, 1 one is no, 2 bad usage or bad input."""
+HELP = (
+    "Prepare, train and merge a small quantized model PEFT's way and ours, side by side.\n\n"
+    "A small byte-level Llama is built and loaded in nf4, once for each way. What a training step takes is predicted, "
+    "and measured. A LoRA is trained on it, the model is suspended and restored, and compared with what was loaded. "
+    "The same LoRA is merged in PEFT's ways and in ours, and doctor examines each merge. Runs on the CPU, and needs no "
+    "network.\n\n"
+    "Exit status: 0 every answer is yes, 1 one is no, 2 bad usage or bad input."
+)
 
 PEFT, COMPUTE, NORMS = WAYS = ("peft", "compute", "norms")
 _TITLE = "built-in byte-level Llama, nf4: PEFT's way and ours\n"
@@ -307,6 +308,7 @@ def _measure_merges(folder: Path, held_out: Tensor) -> dict[str, Result]:
             "kept": report.merge.kept,
             "onto": report.merge.onto,
             "faults": [fault.cause for fault in report.merge.faults],
+            "verdict": str(report.merge).partition(":")[0],
         }
     return found
 
@@ -375,7 +377,7 @@ def _tables(result: Result) -> list[RenderableType]:
     for name, merge in result["merges"].items():
         verdict = f"a merge, on the {merge['onto']} weights"
         if merge["faults"]:
-            verdict = "not a merge"
+            verdict = merge["verdict"]
         merges.append([name, f"{merge['lost']:.2%}", verdict])
     answers = [["", "answer"]]
     for what, is_so in result["answers"].items():

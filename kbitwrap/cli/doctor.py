@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from .. import ConfigError
 from ..reports import first_of, shown
 from .console import (
+    ADAPTER_CONFIG,
     EXIT_DONE,
     EXIT_NO,
     InputError,
@@ -25,12 +26,14 @@ from .console import (
     show_result,
     working,
 )
+from .quantization import quantization_in_training
 from .tables import table
 from .usage import (
     BaseInTraining,
     Device,
     Json,
     QuantInTraining,
+    Samples,
     TrustRemoteCode,
     given,
 )
@@ -57,17 +60,26 @@ HELP = (
     "gives them their dtypes back; of a manifest, kbitwrap's record of a run, which model was prepared, and how.\n\n"
     "Is a merged model what was trained? With --adapter every tensor of PATH is compared with the adapter and its "
     "base, whatever tool merged them: how much of what the adapter learned is there, what is wrong where it is not, "
-    "and what of the base's files is missing. With --base and --quant alone, PATH is compared with the dequantized "
+    "and what of the base's files is missing. With --text FILE its loss on your own texts is compared, too: the part "
+    "of the adapter's gain that it keeps. With --base and --quant alone, PATH is compared with the dequantized "
     "base: an engine that is sent adapters only needs that.\n\n"
     "Exit status: 0 no fault was found, 1 one was, 2 bad input."
 )
-_ADAPTER_CONFIG = "adapter_config.json"
 _MOST_TENSORS = 5  # of a wrong merge, in its table
 _REMEDY = (
     "A preparation upcast these, and the model was saved before it was undone. To get the original dtypes back, with "
     "this command, or with --manifest M or --like ORIGINAL, which know each tensor's dtype:"
 )
-_RECORDED = {"created", "versions", "model", "config", "adapters", "plan"}
+_RECORDED = {
+    "created",
+    "versions",
+    "model",
+    "config",
+    "adapters",
+    "plan",
+    "unknown",
+    "logits",
+}
 
 
 def command(
@@ -87,6 +99,15 @@ def command(
         ),
     ] = None,
     quant: QuantInTraining = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --adapter: compare PATH with the adapter model by its loss on FILE, JSON lines (.jsonl) with "
+            "text or messages, or plain text.",
+        ),
+    ] = None,
+    samples: Samples = 64,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
@@ -99,7 +120,7 @@ def command(
     if not os.path.exists(path):
         raise InputError(f"there is nothing at {str(path)!r}")
     if path.suffix == ".json":
-        of_folders = given(base=base, adapter=adapter, quant=quant)
+        of_folders = given(base=base, adapter=adapter, quant=quant, text=text)
         if of_folders:
             raise InputError(
                 f"{of_folders[0]}: PATH is a file, {str(path)!r}: give the folder that is compared"
@@ -114,16 +135,18 @@ def command(
         raise InputError(
             "--quant says how a base was quantized: give --adapter, or --base"
         )
+    if text is not None and adapter is None:
+        raise InputError("--text compares PATH with the adapter model: give --adapter")
     if (
         adapter is not None
-        and (path / _ADAPTER_CONFIG).is_file()
+        and (path / ADAPTER_CONFIG).is_file()
         and not (path / "config.json").is_file()
     ):
         raise InputError(
             f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
         )
     with working(f"examining {path}", trust_remote_code) as doing:
-        from .. import doctor  # not before: it loads torch
+        from .. import compare_merges, doctor  # not before: they load torch
         from ..checkpoints.adapters import read_adapter
         from ..checkpoints.base import named_base
         from ..checkpoints.inspection import inspect_checkpoint
@@ -135,6 +158,20 @@ def command(
         if adapter is not None and base is None:
             base = named_base(read_adapter(adapter))
             say(f"note: the base is {base!r}, which the config of the adapter names")
+        measured = None
+        if text is not None and adapter is not None:
+            comparison = compare_merges(
+                adapter,
+                text,
+                base=base,
+                forms=[path.resolve()],
+                samples=samples,
+                progress=doing.now,
+                quantization_config=quantization_in_training(quant, None),
+                device=checked_device(device),
+                trust_remote_code=trust_remote_code,
+            )
+            measured = comparison.merges[str(path.resolve())]
         report = doctor(
             path,
             base=base,
@@ -153,6 +190,9 @@ def command(
 
     result = report.to_dict()
     parts = [] if report.merge is None else _merge(report.merge)
+    if measured is not None:
+        result["text"] = measured.to_dict()
+        parts.insert(1, str(measured))
     parts += _checks(report)
     if checkpoint is not None:
         result["checkpoint"] = checkpoint.to_dict()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .. import ExportReport
 from .console import (
+    ADAPTER_CONFIG,
     EXIT_DONE,
+    Doing,
     InputError,
     checked_device,
+    first_line,
     say,
     with_options,
 )
@@ -25,9 +28,9 @@ from .usage import (
     DtypeOfBase,
     Json,
     MaxShardSize,
-    Out,
     Overwrite,
     QuantInTraining,
+    Samples,
     TrustRemoteCode,
 )
 
@@ -39,32 +42,39 @@ HELP = (
     "exactly dequantized weights, and the half-precision model is written, one tensor at a time, with what else the "
     "folders hold that loaders read: the tokenizer, chat templates, poolings, code. With --as mixed the layers that "
     "the adapter does not touch stay quantized; with --as quantized all do, and what the adapter adds is rounded at "
-    "random, without bias. With --no-adapter the dequantized BASE alone is written.\n\n"
+    "random, without bias. With --as original it is merged onto the 16-bit weights of BASE. With --no-adapter the "
+    "dequantized BASE alone is written.\n\n"
+    "Which form? With --compare FILE each is merged, and its loss on your own texts is compared with that of the "
+    "adapter model, and with a merge onto the base's 16-bit weights, where these are at hand. The last line says which "
+    "to take, and why. Without --out nothing is written.\n\n"
     "The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared "
     "with it. Without one, the config.json in ADAPTER says it, where axolotl or another tool saved one. A GPU and a "
     "CPU may quantize a last bit differently: merge on the type of device that was trained on.\n\n"
     "Exit status: 0 written, 1 BASE or --quant is not what the manifest records, 2 bad usage, bad input, or it cannot "
     "be written; unless it is 0, nothing is left at DST."
 )
+_COMPARED = ("half", "mixed", "quantized", "original")
 
 
 def command(
-    out: Out,
     paths: Annotated[
         list[str],
         typer.Argument(
             metavar="[BASE] ADAPTER",
-            help="The folder of a saved adapter, and before it its base: a folder, or a name on the hub; if left out, "
-            "what the config of ADAPTER names.",
+            help="A saved adapter, and before it its base, each a folder or a name on the hub; without BASE, the one "
+            "that the config of ADAPTER names.",
         ),
     ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DST", help="The folder to make.")
+    ] = None,
     as_: Annotated[
-        Literal["half", "mixed", "quantized"],
+        Literal["half", "mixed", "quantized", "original"],
         typer.Option(
             "--as",
             metavar="FORM",
             help="The form of the merged model: half, in half precision; mixed, layers that the adapter does not touch "
-            "quantized; or quantized, all layers.",
+            "quantized; quantized, all layers; or original, in half precision on the base's own 16-bit weights.",
         ),
     ] = "half",
     no_adapter: Annotated[
@@ -97,10 +107,27 @@ def command(
             "written.",
         ),
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Upload what was written to this repository on the hub, such as me/merged, which is made if it is not "
+            "there.",
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare the forms by their loss on FILE, JSON lines (.jsonl) with text or messages, or plain text; "
+            "--out then writes the form of --as.",
+        ),
+    ] = None,
+    samples: Samples = 64,
     trust_remote_code: TrustRemoteCode = False,
     json_: Json = False,
 ) -> int:
-    """Merge, and print what was written.
+    """Compare, or merge, and print what was found or written.
 
     Raises:
         InputError: There is no usable base, adapter, manifest or destination.
@@ -109,39 +136,99 @@ def command(
         raise InputError(
             f"expected [BASE] ADAPTER, or BASE alone with --no-adapter, found {' '.join(paths)}"
         )
+    holding = [os.path.isfile(os.path.join(path, ADAPTER_CONFIG)) for path in paths]
+    if holding == [True, False] and os.path.isdir(paths[-1]):
+        raise InputError(
+            f"{paths[1]!r} holds no adapter, {paths[0]!r} does: the order is BASE ADAPTER"
+        )
     base: str | None = paths[0]
-    adapter = None if no_adapter else Path(paths[-1])
+    adapter = None if no_adapter else paths[-1]
     if adapter is not None and len(paths) == 1:
         base = None  # what the config of the adapter names
+    if out is None and compare is None:
+        raise InputError("Missing option '--out', or '--compare'")
+    if compare is not None and (adapter is None or (json_ and out)):
+        raise InputError("--compare takes an ADAPTER, and with --json no --out")
+    if out is None and push_to_hub is not None:
+        raise InputError("--push-to-hub uploads what --out writes: add --out")
+    options: dict[str, Any] = {
+        "manifest": manifest,
+        "quantization_config": quantization_in_training(quant, dtype),
+        "dtype": dtype,
+        "seed": seed,
+        "device": checked_device(device),
+        "trust_remote_code": trust_remote_code,
+    }
 
-    def merge(written: Callable[[int], None]) -> ExportReport:
+    def measure(doing: Doing) -> Any:
+        from .. import compare_merges
+
+        found = compare_merges(
+            paths[-1],
+            str(compare),
+            base=base,
+            forms=_COMPARED,
+            samples=samples,
+            progress=doing.now,
+            **options,
+        )
+        if out is None and found.recommended:
+            form = f"--as {found.recommended} --out DIR"
+            hints.append(f"to write it, give {form} in place of --compare")
+        return found
+
+    hints: list[str] = []
+    if compare is not None:
+        status = write(measure, f"comparing {paths[-1]}", json_, trust_remote_code)
+        if status != EXIT_DONE:
+            return status
+    if out is None:
+        for hint in hints:
+            say(hint)
+        return EXIT_DONE
+
+    def merge(doing: Doing) -> ExportReport:
         from .. import merge_checkpoint
 
         with warnings.catch_warnings(record=True) as caught:
             report = merge_checkpoint(
                 base,
                 adapter,
-                out,
+                str(out),
                 merge_as=as_,
-                manifest=manifest,
-                quantization_config=quantization_in_training(quant, dtype),
-                dtype=dtype,
                 max_shard_size="5GB" if max_shard_size is None else max_shard_size,
                 overwrite=overwrite,
-                seed=seed,
-                progress=written,
-                device=checked_device(device),
+                progress=doing.written,
                 check=check,
-                trust_remote_code=trust_remote_code,
+                **options,
             )
         said = [str(one.message) for one in caught]
         notes = dict.fromkeys([*said, *report.notes])
         return replace(report, notes=tuple(map(with_options, notes)))
 
     status = write(merge, f"merging {' and '.join(paths)}", json_, trust_remote_code)
-    if status == EXIT_DONE and adapter is not None and quant is not None:
+    if status != EXIT_DONE:
+        return status
+    if adapter is not None and quant is not None:
         # The card says who told the quantization.
         card = (out / "README.md").read_text(encoding="utf-8")
         if "no record confirms" in card:
             say(f"note: there is no record, so --quant {quant} was taken at its word")
+    if push_to_hub is not None:
+        _push(out, push_to_hub)
     return status
+
+
+def _push(folder: Path, name: str) -> None:
+    """Upload a merged model, into a repository that is made where there is none."""
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(name, exist_ok=True)
+        url = api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # of the network and of its libraries
+        raise InputError(
+            f"{folder} is written, and was not uploaded to {name!r}: {first_line(error)}"
+        ) from error
+    say(f"uploaded: {url}")

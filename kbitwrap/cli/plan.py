@@ -14,6 +14,7 @@ from ..config import format_bytes
 from .console import (
     EXIT_DONE,
     EXIT_NO,
+    QUANT_BY_CONFIG,
     InputError,
     Result,
     each_once,
@@ -26,7 +27,6 @@ from .tables import table
 from .trainers import TrainerName
 from .usage import (
     DEFAULT_QUANT,
-    KINDS_OF_QUANT,
     PRECISIONS,
     Budget,
     DeviceMemory,
@@ -49,14 +49,14 @@ SUMMARY = (
 HELP = (
     "Say what a training step takes and whether that fits, from a model's config alone; or what preparing it costs.\n\n"
     "kbitwrap plan MODEL --step --budget 7GiB\n"
-    "kbitwrap plan MODEL --step --trainer sft --device-memory 24GB\n"
+    "kbitwrap plan MODEL --step --trainer sft --device-memory 24GiB\n"
     "kbitwrap plan MODEL\n\n"
     "The first says whether a step of QLoRA fits 7 GiB, and which sequences and batches do. The second says so of "
-    "TRL's SFTTrainer, with its own defaults, on a GPU of 24 GB. The third is about preparing alone: what each "
+    "TRL's SFTTrainer, with its own defaults, on a GPU of 24 GiB. The third is about preparing alone: what each "
     "precision and PEFT's prepare_model_for_kbit_training add to the loaded model.\n\n"
     "No weight is read, and no GPU is needed. A precision is a way to prepare: norms is the default, and full is what "
     "PEFT's function does. The output explains each that it shows.\n\n"
-    "Exit status: 0 every precision asked for fits the budget (or there is none), 1 one does not, 2 bad usage or bad "
+    "Exit status: 0 every precision shown fits the budget (or there is none), 1 one does not, 2 bad usage or bad "
     "input."
 )
 PEFT = "peft"
@@ -87,8 +87,8 @@ def command(
         QuantKind | None,
         typer.Option(
             metavar="KIND",
-            help=f"Quantization: one of {KINDS_OF_QUANT}; {DEFAULT_QUANT}, if left out. A model that is quantized "
-            "already keeps its own; none dequantizes it, where transformers can.",
+            help=f"Quantization; {DEFAULT_QUANT}, if left out. {QUANT_BY_CONFIG}. A model that is quantized already "
+            "keeps its own; none dequantizes it, where transformers can.",
         ),
     ] = None,
     dtype: Annotated[
@@ -103,7 +103,8 @@ def command(
         typer.Option(
             metavar="PRECISION...",
             help=f"Ways to prepare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, and "
-            "unprepared, which is as loaded. All but unprepared, if left out.",
+            f"unprepared, which is as loaded. If left out, with --step: norms, the default, beside {PEFT}, or beside "
+            "unprepared with a --trainer of TRL, which prepares nothing; without --step: all.",
         ),
     ] = None,
     budget: Budget = None,
@@ -231,7 +232,11 @@ def command(
     if (engine is None) != (devices is None):
         raise InputError("--engine and --devices are given together")
 
-    ways = WAYS[:-1]  # all but "unprepared"
+    ways = WAYS[:-1]
+    if step:
+        is_of_trl = trainer not in (None, "trainer")
+        usual = Way.UNPREPARED.value if is_of_trl else PEFT
+        ways = [usual, Precision.NORMS.value]
     if precision:
         ways = [way.value for way in precision]
     if step:

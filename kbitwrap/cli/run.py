@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import runpy
 import sys
-import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
+from inspect import signature
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from unittest import mock
 
 import typer
 
-from .. import Precision
+from .. import KbitWrapError, Precision
 from ..foresight.imports import when_imported
+from ..reports import first_of
 from .console import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_NO,
     InputError,
+    first_line,
     say,
     show,
     working,
@@ -31,9 +36,9 @@ from .usage import Budget, DeviceMemory, Unified, expect_one_at_most, given
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = (
     "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's; or say what its step will take.\n\n"
-    "kbitwrap run --plan --device-memory 24GB train.py --epochs 3\n"
+    "kbitwrap run --plan --device-memory 24GiB train.py --epochs 3\n"
     "kbitwrap run --precision norms train.py --epochs 3\n\n"
-    "The first says whether a step of the script fits a GPU of 24 GB, and trains nothing. The second trains, prepared "
+    "The first says whether a step of the script fits a GPU of 24 GiB, and trains nothing. The second trains, prepared "
     "by kbitwrap in place of PEFT: nothing in the script is edited. Options before SCRIPT are kbitwrap's, those after "
     "it the script's.\n\n"
     "The script is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the "
@@ -45,10 +50,8 @@ HELP = (
     "1 it does not, 2 it was not reached or cannot be predicted."
 )
 SETTINGS = {"allow_interspersed_args": False}
-_NOT_CALLED = (
-    "the script never called PEFT's prepare_model_for_kbit_training, so --precision changed nothing; TRL's trainers "
-    "are prepared by prepared_trainer, and a model by KbitPreparedModel"
-)
+# FSDP takes what "compute" puts in front of a weight for the weight.
+_FSDP = re.compile(r"fsdp|fully_shard", re.IGNORECASE)
 
 
 class _Stopped(BaseException):
@@ -67,8 +70,8 @@ def command(
         Precision | None,
         typer.Option(
             metavar="PRECISION",
-            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none; full, if "
-            "left out.",
+            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none. If left "
+            "out, compute, which gives PEFT's numbers without its memory, and full where SCRIPT uses FSDP.",
         ),
     ] = None,
     plan: Annotated[
@@ -105,8 +108,19 @@ def command(
     if of_plan and not plan:
         raise InputError(f"{of_plan[0]} is for --plan")
     limit = budget_of(budget, device_memory, unified)
+    if not os.path.isfile(script):
+        raise InputError(f"cannot read the script {os.path.abspath(script)!r}")
+    arguments, why = arguments or [], ""
+    text = Path(script).read_text("utf-8", errors="replace")
+    said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
+    if precision is None and _FSDP.search("\n".join(said)):
+        precision, why = (
+            Precision.FULL,
+            ", because FSDP is named in the script, its arguments or the environment",
+        )
+    precision = precision or Precision.COMPUTE
     if not plan:
-        return _run(script, arguments, _patched_when_imported(precision))
+        return _run(script, arguments, _watching(precision, why))
 
     from .. import instead_of_training
 
@@ -116,9 +130,7 @@ def command(
         trainers.append((trainer, settings))
         raise _Stopped
 
-    stopping = instead_of_training(
-        stop, precision=precision or Precision.FULL, loads=load
-    )
+    stopping = instead_of_training(stop, precision=precision, loads=load)
     with contextlib.suppress(_Stopped, SystemExit):
         if _run(script, arguments, stopping) == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
@@ -164,15 +176,13 @@ def _tell_step(
 
 def _run(
     script: str,
-    arguments: list[str] | None,
+    arguments: list[str],
     patches: contextlib.AbstractContextManager[None],
 ) -> int:
     """Run a script as ``__main__`` inside a context that patches libraries."""
     path = os.path.abspath(script)
-    if not os.path.isfile(path):
-        raise InputError(f"cannot read the script {path!r}")
     folder = os.path.dirname(os.path.realpath(path))
-    argv = [script, *(arguments or [])]
+    argv = [script, *arguments]
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(sys, "path", [folder, *sys.path[1:]]),
@@ -194,33 +204,106 @@ def _run(
 
 
 @contextlib.contextmanager
-def _patched_when_imported(precision: Precision | None) -> Iterator[None]:
-    """Patch PEFT once it is imported, and not before: a script may set what torch and others read at their import.
+def _watching(precision: Precision, why: str) -> Iterator[None]:
+    """Let a script prepare by the drop-in, record the base beside each adapter that it saves, and tell of both.
 
-    A script for which a precision was asked for, and that never called PEFT's function, is told so in the end.
+    PEFT is patched once it is imported, and not before: a script may set what torch and others read at their import.
+
+    Args:
+        precision: What the drop-in prepares with.
+        why: Why that was chosen, for the line at the end, or nothing.
     """
-    was_called = False
+    prepared: list[str] = []  # the class of the model, for each call
+    recorded: dict[str, None] = {}  # the folders of adapters
+    statistics: Any = weakref.WeakKeyDictionary()  # by bases
+    manifests: Any = weakref.WeakKeyDictionary()  # by bases
+
+    def patch(peft: Any) -> None:
+        from transformers import PreTrainedModel
+
+        from .. import Manifest, patched
+        from ..checkpoints.adapters import rewrites_base
+        from ..edits.training import Statistics
+        from ..model.wrappers import unwrap
+        from ..preparation.preparation import Preparation
+        from ..prepared import PeftPreparedModel
+
+        tuner_class = peft.tuners.tuners_utils.BaseTuner
+        prepare = PeftPreparedModel.apply_on_top
+        adapt = tuner_class.__init__
+        save_adapters = peft.PeftModel.save_pretrained
+        save_model = PreTrainedModel.save_pretrained
+
+        def record(model: Any) -> None:
+            with contextlib.suppress(KbitWrapError):  # a save says why
+                recorded_now = Manifest.of(Preparation.recording(model))
+                manifests[unwrap(model)[0]] = recorded_now
+
+        def prepare_noting(model: Any, *args: Any) -> None:
+            prepare(model, *args)
+            prepared.append(type(model).__name__)
+            record(model)  # now: rank 0 saves alone what FSDP shards
+
+        def adapt_noting(
+            tuner: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            base = unwrap(model)[0]
+            if base not in statistics:  # which an evaluation may rewrite
+                statistics[base] = Statistics.of(base)
+            configs = peft_config
+            if not isinstance(configs, dict):
+                configs = {"": configs}
+            for config in configs.values():
+                if rewrites_base(vars(config)) and base not in manifests:
+                    record(model)
+            adapt(tuner, model, peft_config, *args, **kwargs)
+
+        def note(model: Any, place: Path) -> None:
+            if not (place / "adapter_config.json").is_file():
+                return  # not saved, or by another process
+            base = unwrap(model)[0]
+            try:
+                manifest = manifests.get(base)
+                if manifest is None:
+                    preparation = Preparation.recording(model, statistics.get(base))
+                    manifest = Manifest.of(preparation)
+                manifest.save(place / "kbitwrap.json")
+                recorded[str(place)] = None
+            except (KbitWrapError, OSError) as error:
+                say(f"no record beside {place}: {first_line(error)}")
+
+        def save_adapters_noting(model: Any, *args: Any, **kwargs: Any) -> None:
+            save_adapters(model, *args, **kwargs)
+            given = signature(save_adapters).bind(model, *args, **kwargs).arguments
+            folder = Path(given["save_directory"])
+            for name in given.get("selected_adapters") or model.peft_config:
+                note(model, folder if name == "default" else folder / name)
+
+        def save_model_noting(model: Any, *args: Any, **kwargs: Any) -> None:
+            save_model(model, *args, **kwargs)
+            given = signature(save_model).bind(model, *args, **kwargs).arguments
+            if getattr(model, "_hf_peft_config_loaded", False):
+                note(model, Path(given["save_directory"]))
+
+        stack.enter_context(patched(precision))
+        for owner, name, noting in (
+            (PeftPreparedModel, "apply_on_top", prepare_noting),
+            (tuner_class, "__init__", adapt_noting),
+            (peft.PeftModel, "save_pretrained", save_adapters_noting),
+            (PreTrainedModel, "save_pretrained", save_model_noting),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, noting))
+
     with contextlib.ExitStack() as stack:
-
-        def patch(_: types.ModuleType) -> None:
-            from .. import patched
-            from ..prepared import PeftPreparedModel
-
-            prepare = PeftPreparedModel.apply_on_top
-
-            def noting(*args: Any) -> Any:
-                nonlocal was_called
-                was_called = True
-                return prepare(*args)
-
-            stack.enter_context(patched(precision or Precision.FULL))
-            stack.enter_context(
-                mock.patch.object(PeftPreparedModel, "apply_on_top", noting)
-            )
-
         stack.enter_context(when_imported({"peft": patch}))
         try:
             yield
         finally:
-            if precision and not was_called:
-                say(_NOT_CALLED)
+            told = "PEFT's function was not called: nothing was prepared"
+            if prepared:
+                models = " and ".join(dict.fromkeys(prepared))
+                times = "once" if len(prepared) == 1 else f"{len(prepared)} times"
+                told = f"PEFT's function was called {times}: {models} prepared with {precision}{why}"
+            saved = first_of([*recorded]) or "none"
+            if os.environ.get("RANK", "0") == "0":
+                say(f"{told}; adapters saved, with kbitwrap.json: {saved}")

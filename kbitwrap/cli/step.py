@@ -31,7 +31,8 @@ _ON_TOP = (
     "Up to the peak, tensors alone are counted. What has to fit is what CUDA's caching allocator reserves for them and "
     "for the smaller workspaces of cuBLAS, less what it can release before memory runs out. Not counted are the larger "
     "workspaces, 48 MiB more from compute capability 9.0; outliers of 8-bit layers, which have no bound; the CUDA "
-    "context, 0.267 to 0.621 GiB (pytorch#86509), the most of which is taken off --device-memory; and other programs."
+    "context, 0.267 to 0.621 GiB (pytorch#86509), the most of which is taken off --device-memory; and other programs. "
+    "Unknown is what the device's allocator may count beside the peak, such as workspaces: it is in no other row."
 )
 
 

@@ -10,7 +10,7 @@ import typer
 
 from .. import ConfigError, Precision, QuantKind
 from ..config import parse_bytes
-from .console import InputError, printable
+from .console import QUANT_BY_CONFIG, InputError, printable
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -18,10 +18,6 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 PRECISIONS = tuple(Precision)
 DEFAULT_QUANT = QuantKind.NF4
 HalfDtype = Literal["bfloat16", "float16"]
-KINDS_OF_QUANT = (
-    f"{', '.join(QuantKind)}. nf4 and fp4 are without double quantization, nf4-double and fp4-double with it; "
-    "load_in_4bit=True alone makes fp4"
-)
 
 
 def num_bytes(text: str | int) -> int:
@@ -39,8 +35,8 @@ QuantInTraining = Annotated[
     QuantKind | None,
     typer.Option(
         metavar="KIND",
-        help="How BASE was quantized in training, where neither its config nor a manifest says it: one of "
-        f"{KINDS_OF_QUANT}. Other settings than in training give other weights.",
+        help="How BASE was quantized in training, where neither its config nor a manifest says it. "
+        f"{QUANT_BY_CONFIG}. Other settings than in training give other weights.",
     ),
 ]
 DtypeOfBase = Annotated[
@@ -65,6 +61,14 @@ Device = Annotated[
         metavar="DEVICE",
         help="The device to quantize BASE on, the one that was trained on: a GPU and a CPU may quantize a last bit "
         "differently; cuda if there is one, else cpu.",
+    ),
+]
+Samples = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=2,
+        help="The most texts that are taken from FILE, of 512 tokens.",
     ),
 ]
 MaxShardSize = Annotated[
@@ -101,8 +105,8 @@ Budget = Annotated[
     typer.Option(
         metavar="BYTES",
         parser=num_bytes,
-        help="The most that all tensors of a step may take, the model's among them, such as 7GiB. The CUDA context "
-        "comes on top.",
+        help="The most that torch's allocator may reserve in a step, the model included, such as 7GiB. The CUDA "
+        "context comes on top.",
         rich_help_panel="What a step has to fit",
     ),
 ]
@@ -111,7 +115,7 @@ DeviceMemory = Annotated[
     typer.Option(
         metavar="BYTES",
         parser=num_bytes,
-        help="In place of --budget: the memory of the GPU, such as 24GB, of which the CUDA context is taken off.",
+        help="In place of --budget: the memory of the GPU, such as 24GiB, of which the CUDA context is taken off.",
         rich_help_panel="What a step has to fit",
     ),
 ]

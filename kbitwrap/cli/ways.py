@@ -37,5 +37,5 @@ _EXPLAINED = {
 def explained(names: Iterable[str]) -> Table:
     """Say what each way to prepare does, in a line for each."""
     return table(
-        [["way", "what it does"], *([name, _EXPLAINED[name]] for name in names)]
+        [["precision", "what it does"], *([name, _EXPLAINED[name]] for name in names)]
     )

@@ -6,7 +6,7 @@ It rewrites train modes, caches, ``use_cache``, and fields of layers and of acce
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..model.bitsandbytes_layers import (
     unpacked_state,
 )
 from ..model.quantization import KERNEL, has_runtime_state
-from ..model.records import MARK, MemoryRef, ParameterRecord
+from ..model.records import MARK, MemoryRef, ParameterRecord, Records
 from ..model.tree import ModelTree, only_reading
 from ..model.wrappers import is_sharded_tensor
 from .base import (
@@ -246,29 +246,47 @@ def _with_tensors(before: Fields, fields: Fields, places: list[Fields]) -> Field
     return found
 
 
-def record(journal: Journal, tree: ModelTree) -> None:
-    """Record what training rewrites, keep layers trainable, and mark all modules.
-
-    Layers keep the layout, and the kernel, that has a backward. By the marks, copies
-    that others make of the modules are told from modules of theirs.
-    """
+def runtime_states(tree: ModelTree) -> list[RuntimeState]:
+    """Record the fields that layers rewrite when they run."""
     runtime = {}
     with only_reading():
         for tensor in tree.all_tensors:
             module = tensor.module
             if tensor.name == "weight" and has_runtime_state(module):
                 runtime[module] = RuntimeState(module, tree.record(tensor))
+    return [*runtime.values()]
 
+
+class Statistics(NamedTuple):
+    """The fields that layers rewrite when they run, as a model had them, for a record of it that is made later."""
+
+    records: Records
+    states: list[RuntimeState]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Statistics:
+        """Record the fields of a model's layers."""
+        tree = ModelTree(model)
+        return cls(tree.records, runtime_states(tree))
+
+
+def record(journal: Journal, tree: ModelTree) -> None:
+    """Record what training rewrites, keep layers trainable, and mark all modules.
+
+    Layers keep the layout, and the kernel, that has a backward. By the marks, copies
+    that others make of the modules are told from modules of theirs.
+    """
+    runtime = runtime_states(tree)
     configs = [config for config in tree.configs if hasattr(config, "__dict__")]
     journal.save(
         # Saving the model writes its dtype into its config.
         Attributes(["use_cache", "dtype"], configs),
         ForwardState(tree),
-        *reversed(runtime.values()),
+        *reversed(runtime),
         ModuleAttributes(("training", MARK), tree),  # adapters keep theirs
         AcceleratePreparation(tree.model),
     )
-    for state in runtime.values():
+    for state in runtime:
         state.keep_unpacked()
     for node in tree.modules:
         tree.records.mark(node.module)

@@ -17,6 +17,7 @@ _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 # The names in transformers 5 of fields that files may have by an older one.
 _RENAMED = {"rope_parameters", "num_local_experts"}
 _DTYPES = {"dtype", "torch_dtype"}
+_USE_CACHE = "use_cache"
 _Fields = dict[str, Any]
 
 
@@ -63,6 +64,8 @@ def _base_fields(live: Any, source: Any, name: str) -> _Fields | None:
 
     if own is None or before is None:
         return None
+    if _USE_CACHE in before:  # a Trainer turns it off
+        after[_USE_CACHE] = before[_USE_CACHE]
     try:
         fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)
     except LookupError:

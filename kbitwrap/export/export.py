@@ -60,10 +60,12 @@ def export_model(
     max_shard_size: int | str,
     overwrite: bool,
     progress: bool,
+    finish: Callable[[Path, Merged], object] | None = None,
 ) -> ExportReport:
     """Write the base of a model, or the merged model.
 
-    ``KbitPreparedModel.export`` documents it.
+    ``KbitPreparedModel.export`` documents it. ``finish`` adds files to the folder, and
+    gets the figures of the merge, which are measured for it.
     """
     start = time.perf_counter()
     live = model if live is None else live
@@ -86,7 +88,7 @@ def export_model(
 
         def merge() -> Merged:
             promise_adapters(twin, gathering)
-            found = merge_into(twin, form=form)
+            found = merge_into(twin, form=form, measures=finish is not None)
             if not found.fqns:
                 raise ExportError(
                     "merge_adapters: expected an active adapter, found none on the "
@@ -121,6 +123,8 @@ def export_model(
                 save_model(twin.model, writer, max_shard_size)
                 if processing_class is not None:
                     processing_class.save_pretrained(writer.folder)
+                if finish is not None:
+                    finish(writer.folder, merged)
 
             return ExportReport(
                 Path(path),

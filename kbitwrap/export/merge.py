@@ -58,7 +58,7 @@ _MODEL_ATTRIBUTES = (
 )
 _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 # the note of a mixed merge in which no layer stays quantized
-_NO_GAIN = (
+NO_GAIN = (
     "an adapter touches every quantized layer, or one that engines compute with it, so "
     "that none stays as it is: the model is as merged in half; merge_as='quantized' "
     "keeps the size of the base"
@@ -201,7 +201,7 @@ def merge_into(
     if not left:
         _remove_traces(twin.model)
         if form.merge_as == MIXED:
-            note = _NO_GAIN
+            note = NO_GAIN
     else:
         skip_plain_layers(twin.model, left)
 

@@ -57,7 +57,7 @@ _OF_STORAGE = (
     "PEFT computes with what a quantized layer stores as though it were its weight: "
     "train this method on a base that is not quantized"
 )
-_REMEDY = "merge it as 'mixed' or 'half'"
+_REMEDY = "merge it as 'half', or as 'mixed' where the adapter leaves layers alone"
 Sums = dict[str, ComparisonSums] | None
 """The sums of the tensors that were computed, by name; ``None``: nobody wants any."""
 
@@ -472,7 +472,7 @@ class MergedModule:
             if share > _MOST_CLIPPED:
                 raise ExportError(
                     f"{fqn}: {share:.2%} of the merged weights are beyond the range of their "
-                    "quantization, whose statistics stay the base's: the delta is too large "
+                    "quantization, whose scales stay the base's: the delta is too large "
                     f"for them; {_REMEDY}",
                     fqn=fqn,
                 )

@@ -73,6 +73,12 @@ _WEIGHTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
+CARD = "README.md"
+"""The name of the model card."""
+# the card of a merge, which it writes itself
+_WRITTEN_CARD = re.compile(
+    r"---\n(base_model: .*\n)?library_name: transformers\ntags:\n- merged\n---\n\n# .*\n\n.* Written by kbitwrap .*\n"
+)
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_CODES)}
 _ALIGNMENT = 8  # of the first tensor's bytes, in bytes
@@ -133,6 +139,9 @@ class CheckpointWriter:
 
 def is_of_a_model(path: Path) -> bool:
     """Tell whether a path is a file, by its name, of a model's checkpoint, which another one replaces."""
+    if path.name == CARD and path.is_file():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        return _WRITTEN_CARD.fullmatch(text) is not None
     is_small = path.name in _CONFIGS or is_of_a_tokenizer(path.name)
     return path.is_file() and (is_small or bool(_WEIGHTS.fullmatch(path.name)))
 

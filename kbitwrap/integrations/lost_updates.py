@@ -55,8 +55,7 @@ class LostUpdates:
             is_updated = _local(parameter.grad) != 0
             is_lost = is_updated & (_local(parameter) == value)
             counts = torch.stack([is_lost.sum(), is_updated.sum()])
-            known = self._counts.get(counts.device)
-            self._counts[counts.device] = counts if known is None else known + counts
+            self._counts[counts.device] = counts + self._counts.get(counts.device, 0)
 
     def take(self) -> float | None:
         """Return the share of the updates since the last call that were lost, from 0 to 1.
@@ -65,11 +64,9 @@ class LostUpdates:
             The share; ``None`` where there was no update.
         """
         counts, self._counts = self._counts, {}
-        lost = updates = 0
-        for on_device in counts.values():
-            num_lost, num_updates = on_device.tolist()
-            lost += num_lost
-            updates += num_updates
+        lost, updates = sum(
+            [one.cpu() for one in counts.values()], torch.zeros(2)
+        ).tolist()
         return lost / updates if updates else None
 
 

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import torch
 from torch import nn
 from transformers import (
     Trainer,
@@ -25,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from kbitwrap import (
     ConfigError,
     KbitPreparedModel,
+    KbitWrapError,
     LifecycleState,
     Manifest,
     ManifestDiff,
@@ -34,10 +36,17 @@ from kbitwrap import (
     prepared_of,
 )
 
+from ..checkpoints.merge import merge_live
+from ..config import StrPath
+from ..edits.training import Statistics
+from ..export.forms import MergeForm
+from ..manifest.manifest import MANIFEST_NAME
+from ..manifest.numerics import changed_versions, with_logits
 from ..model.tree import ModelTree
 from ..model.wrappers import is_sharded_tensor
 from ..preparation.casts import Casts
-from ..reports import first_of
+from ..preparation.preparation import Preparation
+from ..reports import first_of, in_one_line, shown
 from .lost_updates import LostUpdates
 
 _Model = Any  # a module, or ``None``
@@ -45,45 +54,67 @@ _OF_FSDP1 = "_fsdp_wrapped_module."
 
 
 class KbitTrainerCallback(TrainerCallback, ExportableState):
-    """Records the preparation in every checkpoint, and refuses to resume on another one.
+    """Records the base that is trained in every checkpoint, and refuses to resume on another one.
 
-    Each checkpoint folder gets the manifest, written by the processes that save. The
-    manifest's essence (the settings, the model, one digest over all tensors) is also
-    written into the checkpoint's ``trainer_state.json``, and a resumed training is
-    compared with it: a callback is given the state, and not the folder. The base is
-    digested once, when training begins.
+    It is for any ``Trainer`` whose model has adapters, TRL's included, and changes
+    nothing of its training. What ``KbitPreparedModel`` or the drop-in prepared is
+    recorded with its preparation; of any other model the base is recorded as it was
+    loaded, and as not prepared, also where PEFT's own function cast it.
 
-    The model that is trained is adopted when the ``Trainer`` is made: its adapters are
+    Each checkpoint folder gets the manifest, and in the end the output folder, written
+    by the processes that save. The manifest's essence (the settings, the model, one
+    digest over all tensors) is also written into the checkpoint's
+    ``trainer_state.json``, and a resumed training is compared with it: a callback is
+    given the state, and not the folder. The base is digested once, when training begins,
+    and then computes the logits of 16 tokens: where a resumed training's base has the
+    same bytes and computes other logits, a warning names the libraries whose versions
+    changed.
+
+    A prepared model is adopted when the ``Trainer`` is made: its adapters are
     in ``adapter_dtype``, and under ``"adapted"`` the norms of adapted blocks compute in
     float32, from then on; ``restore`` removes what accelerate sets on the
     ``PeftModel``. A callback that is added to a ``Trainer`` later is too late for that:
-    ``adopt`` the model before.
+    ``adopt`` the model before. It is too late, too, for a model that is not prepared and
+    that accelerate shards.
 
     Args:
         prepared: The wrapper of the model that is trained; ``None`` finds it from the
-            model.
+            model, which may have none.
         manifest_name: The name of the manifest's file in a checkpoint folder.
         count_lost_updates: Whether to log, as ``"lost_updates"``, which share of the
             updates since the last log left the value as it was (`LostUpdates`). The log
             history and the callbacks after this one get it; trackers of ``report_to``
             are before it, and do not.
+        merge_to: The folder to write the merged model to when training ends, with the
+            tokenizer or processor and a model card; a checkpoint that is there is
+            replaced. What ``load_best_model_at_end`` loads is merged. A merge that is
+            refused is a warning: the trained adapter is there to be saved. ``None`` for
+            no merge.
+        merge_as: The form of the merged model, as for ``KbitPreparedModel.export``.
 
     Raises:
-        StateError: When training begins: the model is not prepared, not prepared by
-            ``prepared``, or suspended; or an adapter is not in ``adapter_dtype``,
+        ConfigError: There is no form ``merge_as``. When training begins: ``merge_to`` is or
+            holds the output folder.
+        StateError: When training begins: the model has no adapters and is not prepared,
+            is not prepared by ``prepared``, or is suspended; or an adapter is not in ``adapter_dtype``,
             because it was made or loaded after the model was adopted. When a step
             begins, and when training ends: the model is suspended.
         UnsupportedModelError: When training begins: accelerate's FSDP sharded 4-bit
             weights that are stored as integers; or checkpoints are saved or resumed, and
-            PEFT does not find the adapters in what FSDP1 wrapped.
+            PEFT does not find the adapters in what FSDP1 wrapped; or the base cannot be
+            recorded, because the callback was added after the trainer was made, and
+            since then FSDP has sharded it, or an evaluation left its layers with scales
+            in another order.
         ManifestMismatchError: When training begins: the checkpoint to resume from was
             trained on another base, or on one that was prepared differently. No step
             was taken.
+        ManifestError: When training begins: an adapter is merged into the model, so that
+            the base is not there to be recorded.
         ExportError: A manifest could not be written.
 
     Example:
         >>> from kbitwrap.integrations import KbitTrainerCallback
-        >>> callback = KbitTrainerCallback()  # for Trainer(..., callbacks=[callback])
+        >>> callback = KbitTrainerCallback()  # for trainer.add_callback(callback)
         >>> callback.manifest_name
         'kbitwrap.json'
     """
@@ -92,29 +123,56 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         self,
         prepared: KbitPreparedModel | None = None,
         *,
-        manifest_name: str = "kbitwrap.json",
+        manifest_name: str = MANIFEST_NAME,
         count_lost_updates: bool = False,
+        merge_to: StrPath | None = None,
+        merge_as: str = "half",
     ) -> None:
         self.prepared = prepared
         self.manifest_name = manifest_name
         self.count_lost_updates = count_lost_updates
+        self.merge_to = merge_to
+        self.form = MergeForm(merge_as)
         self._lost_updates = LostUpdates()
         self._manifest: Manifest | None = None
+        # of a model that nothing prepared
+        self._statistics: Statistics | None = None
+        self._recorded: Preparation | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the callback's state for ``trainer_state.json``: its arguments, and the manifest's essence."""
-        essence = None if self._manifest is None else self._manifest.essence()
+        """Return the callback's state for ``trainer_state.json``: its arguments, the essence and the numerics."""
+        essence, numerics = None, {}
+        if self._manifest is not None:
+            essence = self._manifest.essence()
+            adapters = self._manifest.adapters
+            numerics = {
+                "logits": self._manifest.logits,
+                "versions": self._manifest.versions,
+                "adapters": {name: [*one.dtypes] for name, one in adapters.items()},
+                "base": self._manifest.model.name_or_path,
+            }
         args = {
             "manifest_name": self.manifest_name,
             "count_lost_updates": self.count_lost_updates,
+            "merge_to": self.merge_to and str(self.merge_to),
+            "merge_as": self.form.merge_as,
         }
-        return {"args": args, "attributes": {}, "preparation": essence}
+        return {
+            "args": args,
+            "attributes": {},
+            "preparation": essence,
+            "numerics": numerics,
+        }
 
     def on_init_end(self, *args: Any, model: _Model = None, **kwargs: Any) -> None:
-        """Adopt the model that was made from the prepared one."""
+        """Adopt the model that was made from the prepared one, or record what evaluations and accelerate rewrite."""
         prepared = self._wrapper(model)
         if prepared is not None and _has_adapters(model):
             prepared.adopt(model)
+        elif prepared is None and _is_to_be_sharded():
+            self._recorded = Preparation.recording(model)
+        elif prepared is None and model is not None:
+            self._statistics = Statistics.of(model)
 
     def on_train_begin(
         self,
@@ -125,24 +183,43 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Make the manifest; where training is resumed, compare it with the checkpoint's."""
+        self._refuse_suspended(args, state, control, model)
+        output = Path(args.output_dir or ".").resolve()
+        if self.merge_to and output.is_relative_to(Path(self.merge_to).resolve()):
+            raise ConfigError(
+                f"merge_to: expected a folder of its own, such as {os.path.join(args.output_dir or '.', 'merged')!r}, "
+                f"found {str(self.merge_to)!r}, which holds the checkpoints. No step was taken"
+            )
+
         prepared = self._wrapper(model)
-        if prepared is not None:
-            self._refuse_suspended(args, state, control, model)
-            _refuse_sharded_integers(model)
-            if args.save_strategy != "no" or state.global_step:
-                _refuse_lost_adapters(model)
-            _refuse_other_dtypes(prepared, model)
+        _refuse_sharded_integers(model)
+        if args.save_strategy != "no" or state.global_step:
+            _refuse_lost_adapters(model)
 
         # on all ranks, which read a sharded model together
-        self._manifest = None if prepared is None else prepared.manifest()
+        self._manifest = None
+        if prepared is not None:
+            _refuse_other_dtypes(prepared, model)
+            self._manifest = prepared.manifest()
+        elif self.prepared is None and _has_adapters(model):
+            if self._recorded is None or not _is_to_be_sharded():
+                self._recorded = Preparation.recording(model, self._statistics)
+                self._statistics = self._recorded.statistics
+            self._manifest = Manifest.of(self._recorded)
+        if self._manifest is not None:
+            autocast = None
+            if args.bf16 or args.fp16:
+                autocast = torch.bfloat16 if args.bf16 else torch.float16
+            recorded = None if prepared is not None else self._recorded
+            self._manifest = with_logits(self._manifest, model, autocast, recorded)
         # Training is resumed: what is wrong with that is said first.
         if state.global_step:
             self._compare(state)
-        if prepared is None:
+        if self._manifest is None:
             raise StateError(
-                f"KbitTrainerCallback expects a Trainer whose model is prepared; this {type(model).__name__} is not "
-                "prepared, is not the given wrapper's model, or was restored: train inside "
-                "`with KbitPreparedModel(model) as prepared`, or after prepare()",
+                f"KbitTrainerCallback expects a Trainer whose model has adapters or is prepared; this "
+                f"{type(model).__name__} is not prepared, is not the given wrapper's model, or was restored: make the "
+                "adapters first, or train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
                 expected=(LifecycleState.PREPARED,),
             )
 
@@ -163,7 +240,56 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 expected=(LifecycleState.PREPARED,),
             )
 
-    on_step_begin = on_train_end = _refuse_suspended
+    on_step_begin = _refuse_suspended
+
+    def on_train_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: _Model = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the manifest into the output folder, and the merged model."""
+        self._refuse_suspended(args, state, control, model)
+        if self._manifest is None:
+            return
+        folder = Path(args.output_dir or ".").resolve()
+        if args.should_save:
+            self._manifest.save(folder / self.manifest_name)
+        # of what is sharded, all ranks gather the parts
+        merges = args.should_save or any(map(is_sharded_tensor, model.parameters()))
+        if merges and self.merge_to is not None:
+            try:
+                report = merge_live(
+                    model,
+                    Preparation.tree_of(model)[1] or self._recorded,
+                    self._manifest,
+                    self.merge_to,
+                    form=self.form,
+                    name=folder.name,
+                    processing_class=processing_class,
+                )
+                if args.should_save:
+                    kept = (
+                        ""
+                        if report.kept is None
+                        else f", {report.kept:.1%} of the delta kept"
+                    )
+                    told = f"merged into {self.merge_to} ({self.form.merge_as}){kept}"
+                    print(f"kbitwrap: {told}", file=sys.stderr)
+            except (
+                KbitWrapError,
+                OSError,
+                MemoryError,
+                torch.OutOfMemoryError,
+            ) as error:
+                warnings.warn(
+                    f"the model was trained, and not merged: {in_one_line(error)}; nothing was written to "
+                    f"{self.merge_to}. Save the adapter, which 'kbitwrap merge' merges",
+                    stacklevel=2,
+                )
 
     def on_pre_optimizer_step(
         self, *args: Any, optimizer: Any = None, **kwargs: Any
@@ -203,7 +329,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         model: _Model = None,
         **kwargs: Any,
     ) -> None:
-        """Write the manifest into the checkpoint folder."""
+        """Write the manifest into the checkpoint folder, and into the folders of further adapters in it."""
         if not args.should_save or self._manifest is None:
             return
         pattern = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -214,6 +340,9 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         )
         if folders:
             self._manifest.save(folders[-1] / self.manifest_name)
+            for name in getattr(model, "peft_config", None) or ():
+                if (folders[-1] / name / "adapter_config.json").is_file():
+                    self._manifest.save(folders[-1] / name / self.manifest_name)
         else:
             warnings.warn(
                 f"found no {PREFIX_CHECKPOINT_DIR}-{state.global_step} in {args.output_dir}, so no manifest was "
@@ -231,11 +360,11 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
         # The state of each callback is saved under the name of its class, or as a list
         # where there are several. The last record counts.
-        expected = None
+        expected, numerics = None, {}
         for saved in vars(state)["stateful_callbacks"].values():
             for one in saved if isinstance(saved, list) else [saved]:
                 if isinstance(one, dict) and isinstance(one.get("preparation"), dict):
-                    expected = one["preparation"]
+                    expected, numerics = one["preparation"], one.get("numerics", {})
 
         if expected is None:
             warnings.warn(
@@ -250,13 +379,53 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         else:
             found = self._manifest.diff_essence(expected)
         if not found:
+            self._compare_logits(numerics)
+            self._compare_adapters(numerics.get("adapters", {}), state.global_step)
             return
+        base = numerics.get("base") or "another base"
+        checkpoint = f"checkpoint-{state.global_step}"
+        own = "nothing that is prepared"
+        if self._manifest is not None:
+            own = shown(self._manifest.model.name_or_path)
         raise ManifestMismatchError(
-            f"the checkpoint of step {state.global_step} was trained on a base that was prepared differently; "
-            f"{found.summary()}. No step was taken. Load that base again and prepare it with "
-            f"KbitPreparedModel.from_manifest(model, manifest), with the checkpoint's {self.manifest_name}, "
-            "whose diff(prepared.manifest()) names each tensor, or train without resuming",
+            f"the checkpoint of step {state.global_step} was trained on {shown(base)}, and this run has {own}; what "
+            f"differs: {found.summary()}. No step was taken. Load the base of the checkpoint, and prepare it with "
+            f"KbitPreparedModel.from_manifest(model, '{checkpoint}/{self.manifest_name}'), or not at all where that "
+            f"says 'not prepared'; or train without resuming. 'kbitwrap doctor {checkpoint} --base BASE' names each "
+            "tensor",
             **vars(found),
+        )
+
+    def _compare_adapters(self, recorded: Mapping[str, list[str]], step: int) -> None:
+        """Warn where PEFT loaded the adapters in another dtype than that in which they were trained."""
+        for name, one in (
+            {} if self._manifest is None else self._manifest.adapters
+        ).items():
+            before, now = recorded.get(name), [*one.dtypes]
+            if before in (None, now):
+                continue
+            warnings.warn(
+                f"the adapter {name!r} was {' and '.join(before)} at step {step}, and is {' and '.join(now)} now: "
+                "losses will differ in the last digits; resume inside prepared_trainer(trainer, "
+                f"adapter_dtype={before[0]!r})",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _compare_logits(self, numerics: Mapping[str, Any]) -> None:
+        """Warn where the base, which is the recorded one, computed other logits in the first run."""
+        recorded = numerics.get("logits")
+        found = None if self._manifest is None else self._manifest.logits
+        if None in (recorded, found) or recorded == found:
+            return
+        cause = "no library's version changed: the device, its kernels or threads, or the dtype of the run is another"
+        changed = changed_versions(numerics.get("versions", {}))
+        if changed:
+            cause = f"since then {', '.join(changed)}"
+        warnings.warn(
+            f"the base has the same bytes as in the first run, and computes other logits: {cause}; training goes on",
+            UserWarning,
+            stacklevel=4,
         )
 
 
@@ -385,6 +554,12 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
         yield prepared
 
 
+def _is_to_be_sharded() -> bool:
+    """Return whether accelerate shards, or sharded, the model of a trainer by FSDP."""
+    state = sys.modules["accelerate.state"].AcceleratorState
+    return "FSDP" in str(state._shared_state.get("distributed_type"))
+
+
 def _refuse_sharded_integers(model: nn.Module) -> None:
     """Raise where accelerate sharded 4-bit weights that are stored as integers.
 
@@ -392,8 +567,7 @@ def _refuse_sharded_integers(model: nn.Module) -> None:
     gradients that are not numbers:
     https://github.com/huggingface/accelerate/issues/3983.
     """
-    state = sys.modules["accelerate.state"].AcceleratorState
-    if "FSDP" not in str(state._shared_state.get("distributed_type")):
+    if not _is_to_be_sharded():
         return
     for fqn, parameter in model.named_parameters():
         if is_sharded_tensor(parameter) and not parameter.is_floating_point():

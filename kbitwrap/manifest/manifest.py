@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +39,7 @@ from .schema import (
     AdapterRecord,
     ConfigRecord,
     Count,
+    Digest,
     Kind,
     ManifestPart,
     ModelRecord,
@@ -57,6 +58,8 @@ MANIFEST_NAME = "kbitwrap.json"
 VERSIONS = (1, 2)
 DTYPES_OF_4_BITS = "the dtypes that 4-bit layers compute in and are stored in"
 """The words for them in a manifest that was made afterwards and does not know them: they change no weight."""
+NOT_PREPARED = "not prepared"
+"""The word for it in the manifest of a run whose model kbitwrap did not prepare."""
 _SETTINGS_OF_4_BITS = (
     "model.quantization.config.bnb_4bit_compute_dtype",
     "model.quantization.config.bnb_4bit_quant_storage",
@@ -92,8 +95,12 @@ class Manifest(Report, ManifestPart):
         after: The same at the end of preparation.
         plan: The figures of the plan, in bytes.
         unknown: What nobody recorded, in a manifest that was made after the run
-            (`stamp_adapter`), whose fields for it say nothing; empty in one that a
+            (`stamp_adapter`), whose fields for it say nothing; ``"not prepared"`` in that
+            of a run that a callback recorded and nothing prepared; empty in one that a
             preparation made.
+        logits: The digest of what the base computed for the tokens 0 to 15 when
+            training began, in 16 hex digits, in the manifest of a callback; ``None``
+            where nothing was computed.
         kinds: The values that tensors share.
         ties: Groups of names that are one tensor.
         rows: ``{fqn: (index of the kind, digest)}``; ``tensors`` reads them.
@@ -115,6 +122,7 @@ class Manifest(Report, ManifestPart):
     after: MomentRecord
     plan: PlanRecord
     unknown: tuple[Text, ...] = Field((), strict=False, max_length=64)
+    logits: Digest | None = None
     kinds: tuple[Kind, ...] = Field(strict=False)
     ties: tuple[Annotated[tuple[Name, ...], Field(strict=False, min_length=2)], ...] = (
         Field(strict=False)
@@ -177,8 +185,8 @@ class Manifest(Report, ManifestPart):
         }
 
     @classmethod
-    def of(cls, preparation: Preparation) -> Manifest:
-        """Record the preparation of a model, suspended or not.
+    def of(cls, preparation: Preparation, **fields: Any) -> Manifest:
+        """Record the preparation of a model, suspended or not, with other values of some fields.
 
         ``KbitPreparedModel.manifest`` documents it.
         """
@@ -219,20 +227,13 @@ class Manifest(Report, ManifestPart):
                 "before": preparation.before.moment,
                 "after": preparation.after and preparation.after.moment,
                 "plan": plan,
+                "unknown": () if preparation.is_in_force else (NOT_PREPARED,),
                 "kinds": list(kinds),
                 "ties": list(ties.values()),
                 "tensors": rows,
+                **fields,
             }
             return cls.model_validate(data)._of_lowest_version()
-
-    def made_afterwards(self, unknown: Sequence[str]) -> Manifest:
-        """Return this manifest as that of a run that nobody recorded.
-
-        Args:
-            unknown: The facts that it does not know, in a few words each.
-        """
-        fields = {"unknown": tuple(unknown), "world_size": 1, "visible_devices": 1}
-        return self.model_copy(update=fields)._of_lowest_version()
 
     def _of_lowest_version(self) -> Manifest:
         """Return this manifest with the lowest version that can hold all of it."""
@@ -249,6 +250,11 @@ class Manifest(Report, ManifestPart):
         Raises:
             ManifestError: They are not known.
         """
+        if NOT_PREPARED in self.unknown:
+            raise ManifestError(
+                "the manifest is of a run whose model was not prepared: train without a "
+                "wrapper, as that run did"
+            )
         if self.unknown:
             raise ManifestError(
                 "the manifest was made after the run, which nobody recorded: it says "
@@ -348,16 +354,17 @@ class Manifest(Report, ManifestPart):
         )
         if differences:
             raise ManifestMismatchError(
-                f"this {contents.model['class']} is not the model that was prepared: "
-                f"{differences.summary()}. Load the one recorded: "
-                f"{self.model.class_name} from {self.model.name_or_path!r}",
+                f"this {contents.model['class']} is not the base that the run recorded, "
+                f"{self.model.class_name} from {self.model.name_or_path!r}: load that "
+                f"one. What differs: {differences.summary()}",
                 **vars(differences),
             )
 
     def diff(self, other: Manifest) -> ManifestDiff:
         """Compare two manifests.
 
-        All is compared but when and where they were made and what memory was measured.
+        All is compared but when and where they were made, what memory was measured and
+        what the base computed.
 
         Args:
             other: The other manifest.
@@ -370,11 +377,11 @@ class Manifest(Report, ManifestPart):
     def _values(self) -> Values:
         """Return all values but those in which two manifests of one preparation differ.
 
-        These are when and where they were made, their version and what memory was
-        measured.
+        These are when and where they were made, their version, what memory was measured
+        and what the base computed.
         """
         where = ("version", "created", "world_size", "visible_devices", "accelerator")
-        exclude: Any = dict.fromkeys((*where, "kinds", "ties", "rows"), True)
+        exclude: Any = dict.fromkeys((*where, "logits", "kinds", "ties", "rows"), True)
         exclude.update(before={"memory"}, after={"memory"})
         whole = self.model_dump(mode="json", by_alias=True, exclude=exclude)
         return of_whole(whole) | all_values(self.tensors)
@@ -388,7 +395,8 @@ class Manifest(Report, ManifestPart):
             ``"config"`` and ``"model"`` as in the manifest, without settings that
             change no number and without ``name_or_path``; ``"tensors"``, a SHA-256
             (hex) over all tensors, without the content of trainable ones;
-            ``"transformers"``, its version.
+            ``"transformers"``, its version; and where nothing was prepared,
+            ``"prepared"``, which is false.
         """
         digest = hashlib.sha256()
         for fqn, values in sorted(values_for_training(self.tensors).items()):
@@ -402,6 +410,8 @@ class Manifest(Report, ManifestPart):
             include={"config", "model"},
             exclude=exclude,
         )
+        if NOT_PREPARED in self.unknown:
+            data["prepared"] = False
         return {
             **data,
             "tensors": digest.hexdigest(),
@@ -421,6 +431,9 @@ class Manifest(Report, ManifestPart):
             The differences, at the name ``""``; ``diff`` names the tensors that differ.
         """
         found = self.essence()
+        were_prepared = expected.get("prepared", True), found.get("prepared", True)
+        if were_prepared[0] != were_prepared[1]:
+            return ManifestDiff({"": {"prepared": were_prepared}})
         ignored = ["transformers"]
         if expected.get("transformers") != found["transformers"]:
             ignored.append("model.config_sha256")

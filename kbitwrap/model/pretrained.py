@@ -299,6 +299,7 @@ def _reason(error: BaseException) -> str:
 
 def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
     """Read a config; a config object is copied, for it is written to later."""
+    from huggingface_hub import constants, snapshot_download
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(name_or_path, PretrainedConfig):
@@ -322,6 +323,9 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
 
     content: Any = {}
     try:
+        if not (os.path.exists(path) or constants.HF_HUB_OFFLINE):
+            # transformers would try for half a minute where there is no network
+            snapshot_download(name, allow_patterns="config.json")
         content, _ = PretrainedConfig.get_config_dict(name)
         _refuse_countless(content)
         # Without `trust_remote_code=False` it would ask, on the terminal, whether to
@@ -333,6 +337,8 @@ def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:
         own = content.get("auto_map") if isinstance(content, dict) else None
         if not trust_remote_code and isinstance(own, dict) and "AutoConfig" in own:
             reason = "it brings code along, which runs only with trust_remote_code=True (--trust-remote-code)"
+        elif not (content or os.path.exists(path)):
+            reason = f"it is no folder here, and no model of that name is in the cache or on the hub ({reason})"
         raise ConfigError(f"cannot read a config from {name!r}: {reason}") from error
 
     return config

@@ -437,6 +437,18 @@ KERNEL = "linear_mode"
 """The attribute of a layer of gptqmodel for the kernel that its first run chose."""
 
 
+def keep_kernels_of_training(model: nn.Module) -> None:
+    """Put a model in eval mode, but for its quantized layers, which compute as in training.
+
+    Nothing drops out in these layers. In eval mode those of bitsandbytes may take other
+    kernels on a CPU, and those of gptqmodel repack their codes for good.
+    """
+    model.eval()
+    for module in model.modules():
+        if is_quantized_layer(module) or has_runtime_state(module):
+            module.training = True
+
+
 def has_kernel_without_backward(module: nn.Module) -> bool:
     """Return whether a layer of gptqmodel chose the kernel of inference, for good.
 

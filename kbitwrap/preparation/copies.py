@@ -5,12 +5,15 @@ PEFT makes copies for ``modules_to_save``; its own function for preparing casts.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
 
 from ..edits.storage import Copy
 from ..model.quantization import is_quantized_parameter
 from ..model.records import ParameterRecord
-from ..model.tree import ModelTree
+from ..model.tree import ModelTree, NamedTensor
 from ..model.wrappers import is_sharded_tensor
 from ..tensors.dtypes import HALF_DTYPES
 from .state import Original
@@ -79,6 +82,20 @@ def copies_of(
         record = own or tree.record(tensor)
         found.append(Copy(record, dtype, parameter, is_base, is_resized))
     return found
+
+
+def casts_by_others(
+    tree: ModelTree, meta: nn.Module
+) -> Iterator[tuple[NamedTensor, torch.dtype]]:
+    """Yield the float32 parameters that were loaded in half, and that dtype: PEFT's own function leaves them so.
+
+    ``meta`` is the model as its config loads it.
+    """
+    loaded = dict(meta.named_parameters(remove_duplicate=False))
+    for tensor in tree.base_tensors:
+        dtype = getattr(loaded.get(tensor.fqn), "dtype", None)
+        if tensor.parameter.dtype == torch.float32 and dtype in HALF_DTYPES:
+            yield tensor, dtype
 
 
 def upcast_copies(before: Original, tree: ModelTree) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -12,17 +13,31 @@ from typing import cast
 
 from torch import nn
 
+from ..config import Precision, PrepareConfig
 from ..edits.base import Edit, OriginalSlot
 from ..edits.flags import hold, warn_of_saving
 from ..edits.journal import Call, Journal, TrainedPolicy, Undoing
 from ..edits.kept import lay_as_stored
 from ..edits.storage import Copy, ParameterStorage
-from ..edits.training import AcceleratePreparation, follow_train_mode
+from ..edits.training import (
+    AcceleratePreparation,
+    RuntimeState,
+    Statistics,
+    follow_train_mode,
+    runtime_states,
+)
 from ..errors import ConfigError, RestoreError, StateError, UnsupportedModelError
-from ..model.checks import refuse_flat, refuse_sharded_since, tree_of
+from ..model.checks import (
+    refuse_flat,
+    refuse_sharded_since,
+    refuse_transposed_scales,
+    refuse_unreadable,
+    tree_of,
+)
+from ..model.pretrained import meta_model
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, only_reading
-from ..model.wrappers import is_sharded_tensor
+from ..model.wrappers import is_sharded_tensor, unwrap
 from ..reports import LifecycleState, RestoreReport, StateDiff
 from ..tensors.devices import random_state
 from . import advice
@@ -34,7 +49,7 @@ from .comparison import (
     diff,
     others_in,
 )
-from .copies import copies_of, upcast_copies
+from .copies import casts_by_others, copies_of, upcast_copies
 from .finding import find_again
 from .fingerprints import is_changed
 from .plan import Plan, edits_of_adapters
@@ -73,10 +88,60 @@ class Preparation:
         # The findings of restores that failed, for the next one to report.
         self._undone = Undoing()
 
+    @classmethod
+    def recording(
+        cls, model: nn.Module, statistics: Statistics | None = None
+    ) -> Preparation:
+        """Return the preparation that holds a model, or else one of nothing, which changes nothing and is not found.
+
+        What PEFT's own function cast to float32 counts as what it was cast from.
+
+        Args:
+            model: The model.
+            statistics: What its layers may have rewritten, as it was before they ran.
+        """
+        tree, found = cls.tree_of(model)
+        if found is not None:
+            return found
+
+        if statistics is None:
+            statistics = Statistics(tree.records, [])
+        tree = ModelTree(model, statistics.records)
+        unrecorded = []
+        for node in tree.modules:
+            if tree.records.at(node.module, "weight") is None:
+                unrecorded.append(node)
+        refuse_transposed_scales(unrecorded)
+        states = {one.record: one for one in statistics.states}
+        for one in runtime_states(tree):
+            states.setdefault(one.record, one)
+        remedy = "Record it before it is sharded: give a callback to the trainer when that is made"
+        refuse_unreadable(tree, allow_sharded=False, remedy=remedy)
+        with contextlib.suppress(ConfigError):  # the model is none of transformers
+            meta = meta_model(getattr(unwrap(model)[0], "config", None))
+            for tensor, dtype in casts_by_others(tree, meta):
+                tree.record(tensor).dtype = dtype
+        preparation = cls(model)
+        preparation.before, preparation.after = Original(tree), ModelState(tree)
+        preparation.journal.save(*states.values())
+        config = PrepareConfig(precision=Precision.NONE, gradient_checkpointing=False)
+        preparation.plans = [Plan(config, None, (), {}, 0, 0, 0, 0)]
+        return preparation
+
     @property
     def plan(self) -> Plan:
         """The last plan applied."""
         return self.plans[-1]
+
+    @property
+    def statistics(self) -> Statistics:
+        """The fields of layers as they were, for another record of the model."""
+        return Statistics(self.before.records, self.journal.of(RuntimeState))
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether it is found by the model, which it changed."""
+        return id(self) in _in_force
 
     @property
     def upcasts_all(self) -> bool:

@@ -50,7 +50,7 @@ def test_every_check_of_a_sound_run_is_listed_as_fine(runs: Path) -> None:
     assert (report.findings, report.not_measured) == ((), ())
     assert outcomes(report, folder) == dict.fromkeys(OF_AN_ADAPTER, "fine")
     assert outcomes(report, folder / "checkpoint-2") == dict.fromkeys(OF_A_CHECKPOINT, "fine")
-    assert outcomes(report, folder / "checkpoint-3") == dict.fromkeys([*OF_A_CHECKPOINT, "base"], "fine")
+    assert outcomes(report, folder / "checkpoint-3") == dict.fromkeys([*OF_A_CHECKPOINT, "base", "numerics"], "fine")
     said = str(report)
     assert all(f"{one.where}: {one.what}: {one.outcome}: {one.evidence}" in said for one in report.looked_at)
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
@@ -190,7 +190,7 @@ def test_a_broken_adapter_config_is_found(kind: str, run: Path) -> None:
     (finding,) = report.findings
     assert finding.what == INTERRUPTED
     assert str(path) in finding.evidence
-    sound = dict.fromkeys(OF_A_CHECKPOINT, "fine")
+    sound = dict.fromkeys([*OF_A_CHECKPOINT, "numerics"], "fine")
     unread = dict.fromkeys(["lora_B", "adapter values", "optimizer", "base"], "not measured")
     assert outcomes(report, path.parent) == {**sound, **unread, "files": "fault"}
 

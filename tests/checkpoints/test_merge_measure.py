@@ -151,6 +151,12 @@ BROKEN: dict[str, tuple[Callable[[Run, Tensors], None], str]] = {
 
 
 OF_EXPERTS = "two exchanged"
+REMEDIES = {
+    "no delta": "merge again, and see that the adapter is loaded",
+    "no delta: the base's bytes, unchanged": "merge again, and see that the adapter is loaded",
+    "the delta is doubled: merged twice, or by a wrong scale": "merge once, into the base",
+    "another adapter's delta": "give the adapter that was merged",
+}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,12 @@ def test_a_broken_merge_is_a_finding_with_its_cause(
     (evidence,) = [text for what, text in found.items() if what.startswith(cause)]
     assert any(fqn in evidence for fqn in [*run.of("merged"), "lora_A"])
     assert report.merge is not None
-    assert str(report.merge).startswith("not a merge: ")
+    remedies = {finding.what: finding.remedy for finding in report.findings}
+    for what, remedy in remedies.items():
+        if what in REMEDIES:
+            assert remedy.startswith(REMEDIES[what])
+    called = "a merge with another base" if kind == "another base" else "not a merge"
+    assert str(report.merge).startswith(f"{called}: ")
 
 
 @pytest.mark.thorough

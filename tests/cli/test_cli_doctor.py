@@ -204,7 +204,8 @@ def test_a_base_that_only_the_adapter_names_and_that_is_nowhere_is_named(
     assert main(arguments[command]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines()[-1] == "kbitwrap: error: there is no model at '/home/someone/base'"
+    remedy = "the config of the adapter names this base: give the base that is here"
+    assert err.splitlines()[-1] == f"kbitwrap: error: there is no model at '/home/someone/base'; {remedy}"
 
 
 @pytest.mark.parametrize("with_base", [False, True])

@@ -114,6 +114,53 @@ def test_a_base_that_the_manifest_proves_is_not_noted(
     assert "# base, merged\n" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_base_that_the_adapter_names_and_that_is_not_here_is_asked_for(
+    adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    name_base(adapter, "some/folder")
+    status, _, err = run(capsys, "merge", adapter, "--out", tmp_path / "out", *MERGE)
+    assert status == 2
+    assert "'some/folder': it is no folder here, and no model of that name is in the cache or on the hub" in err
+    assert "the config of the adapter names this base: give the base that is here" in err
+
+
+def test_base_and_adapter_in_the_wrong_order_are_refused(
+    base: Path, adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, _, err = run(capsys, "merge", adapter, base, "--out", tmp_path / "out", *MERGE)
+    assert (status, "the order is BASE ADAPTER" in err) == (2, True)
+
+
+def test_a_merge_is_no_base_of_the_adapter_in_it_and_doctor_tells_what_was_merged_twice(
+    base: Path, adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    assert run(capsys, "merge", base, adapter, "--out", once, *MERGE)[0] == 0
+    status, _, err = run(capsys, "merge", once, adapter, "--out", twice, *MERGE)
+    assert status == 2
+    assert f"{str(once)!r} is a merge of the adapter 'adapter' already, as its README.md says" in err
+    assert str(base) in err
+
+    # an adapter that was trained on that merge, and has the name of the first
+    name_base(adapter, str(once))
+    assert run(capsys, "merge", once, adapter, "--out", twice, *MERGE)[0] == 0
+    status, out, _ = run(capsys, "doctor", twice, "--base", base, "--adapter", adapter, "--quant", "nf4-double")
+    assert status == 1
+    assert "the delta is doubled: merged twice, or by a wrong scale" in out.splitlines()[0]
+
+
+def test_another_base_than_the_recorded_one_is_named(
+    recorded: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = other_base(tmp_path / "other")
+    status, _, err = run(capsys, "merge", other, recorded, "--out", tmp_path / "out", "--device", "cpu")
+    assert status == 1
+    assert (
+        f"is not the base that the run recorded, LlamaForCausalLM from {str(zoo.checkpoint('llama'))!r}: load that one."
+        in err
+    )
+
+
 # ----------------------------------------------------------------------------------------------------
 # Warnings
 # ----------------------------------------------------------------------------------------------------

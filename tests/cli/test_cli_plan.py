@@ -99,6 +99,11 @@ def test_what_fits_stands_beside_each_precision_and_what_comes_on_top_is_told(
 
 
 @pytest.mark.usefixtures("searched")
+def test_a_step_is_shown_prepared_by_peft_and_by_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
+    assert [*run_json(capsys, model, "--step", "--seq", "8")["steps"]] == ["peft", "norms"]
+
+
 @pytest.mark.usefixtures("searched")
 def test_the_first_sentence_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})

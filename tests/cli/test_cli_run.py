@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,11 @@ from pathlib import Path
 import peft
 import pytest
 
+from kbitwrap import Manifest
 from kbitwrap.cli import main
 from support import forks
 from support.thorough import few
+from support.trainers import load_base
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,7 @@ print(json.dumps({
     "for a child": multiprocessing.spawn.get_preparation_data("child").get("init_main_from_path"),
 }))
 """
+NOTHING = "kbitwrap: PEFT's function was not called: nothing was prepared; adapters saved, with kbitwrap.json: none\n"
 # `__annotations__` is there from the start, or made with the first annotation: that depends on the version of Python.
 SCRIPTS = {
     "ends": "print('done')",
@@ -51,9 +53,17 @@ SCRIPTS = {
 
 
 def run(*arguments: str, folder: Path) -> tuple[int, str, str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     result = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, env=environment)
     return result.returncode, result.stdout, result.stderr
+
+
+def with_last_line(found: tuple[int, str, str]) -> tuple[int, str, str, str]:
+    """Take kbitwrap's own line off what was printed; Python prints why a script exits after it."""
+    status, out, err = found
+    lines = err.splitlines(keepends=True)
+    own = [line for line in lines if line.startswith("kbitwrap: ")]
+    return status, out, "".join(line for line in lines if line not in own), "".join(own)
 
 
 def test_a_script_finds_what_it_would_find_without(tmp_path: Path) -> None:
@@ -66,21 +76,21 @@ def test_a_script_finds_what_it_would_find_without(tmp_path: Path) -> None:
     assert expected[0] == 0, expected
     status, out, err = run("-m", "kbitwrap", "run", "--precision", "norms", *arguments, folder=tmp_path)
     assert (status, out) == expected[:2]
-    assert re.fullmatch(r"kbitwrap: the script never called PEFT's .*, so --precision changed nothing.*\n", err)
-    assert run("-m", "kbitwrap", "run", *arguments, folder=tmp_path) == expected
+    assert err == NOTHING
 
 
 @pytest.mark.parametrize("kind", few(SCRIPTS, ["exits with a text", "has its own hook"]))
 def test_status_output_and_traceback_are_the_scripts(kind: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPTS[kind])
-    expected = run("script.py", folder=tmp_path)
-    assert run("-m", "kbitwrap", "run", "script.py", folder=tmp_path) == expected
+    status, out, err = run("script.py", folder=tmp_path)
+    assert with_last_line(run("-m", "kbitwrap", "run", "script.py", folder=tmp_path)) == (status, out, err, NOTHING)
 
 
 def test_an_interrupt_has_the_scripts_traceback(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise KeyboardInterrupt")
     _, out, err = run("script.py", folder=tmp_path)
-    assert run("-m", "kbitwrap", "run", "script.py", folder=tmp_path) == (130, out, err)
+    found = with_last_line(run("-m", "kbitwrap", "run", "script.py", folder=tmp_path))
+    assert found == (130, out, err, NOTHING)
 
 
 def run_without_peft(arguments: list[str], folder: Path) -> tuple[int, str, str]:
@@ -114,7 +124,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str]:
 def test_peft_is_patched_when_the_script_imports_it(patched: tuple[int, str, str]) -> None:
     _, out, err = patched
     assert out == "norms\n", err
-    assert "never called" not in err
+    assert "PEFT's function was called once: LayerNorm prepared with norms" in err
 
 
 def test_the_process_is_afterwards_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +137,7 @@ def test_the_process_is_afterwards_as_it_was(tmp_path: Path, capsys: pytest.Capt
     assert main(["run", "--precision", "compute", str(script), "x"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "compute ['x']\n"
-    assert "never called" in printed.err  # it is imported, which is not enough
+    assert printed.err == NOTHING  # it is imported, which is not enough
     after = peft.prepare_model_for_kbit_training, sys.argv, [*sys.path], [*sys.meta_path], sys.modules["__main__"]
     assert after == before
 
@@ -142,3 +152,106 @@ def test_a_script_that_is_not_there_and_bad_usage_are_one_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
+
+
+TRAINS = """\
+import sys
+from pathlib import Path
+from peft import prepare_model_for_kbit_training
+from support.trainers import EVERY_STEP, adapt, load_base, trainer_for
+
+model = load_base()
+if sys.argv[1] == "prepared":
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+peft_model = adapt(model)
+peft_model.add_adapter("other", peft_model.peft_config["default"])
+trainer = trainer_for(peft_model, Path("run"), **EVERY_STEP)
+trainer.train()
+peft_model.save_pretrained("saved")
+print(trainer.losses)
+"""
+
+
+@pytest.mark.parametrize("way", ["prepared", "not prepared"])
+def test_a_script_has_its_own_numbers_and_a_record_beside_every_adapter_that_it_saves(way: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    alone = run("train.py", way, folder=tmp_path)
+    status, out, err = run("-m", "kbitwrap", "run", "train.py", way, folder=tmp_path)
+    assert status == 0, err
+    assert out.splitlines()[-1] == alone[1].splitlines()[-1]
+    last = err.splitlines()[-1]
+    is_prepared = way == "prepared"
+    said = "was called once: LlamaForCausalLM prepared with compute" if is_prepared else "was not called: nothing"
+    assert said in last
+    assert last.endswith("with kbitwrap.json: run/checkpoint-1, run/checkpoint-1/other, run/checkpoint-2 and 5 more")
+    for folder in ("run/checkpoint-3", "saved", "saved/other"):
+        manifest = Manifest.load(tmp_path / folder)
+        assert manifest.unknown == (() if is_prepared else ("not prepared",))
+        manifest.check(load_base())
+
+
+SAVES = """\
+import peft, pytest, torch
+from support import settings, zoo
+from support.trainers import adapt, load_base
+
+settings.repack(pytest.MonkeyPatch())
+peft_model = adapt(load_base())
+peft_model.add_adapter("other", peft_model.peft_config["default"])
+peft_model.save_pretrained(save_directory="before")
+with torch.no_grad():
+    peft_model.eval()(**zoo.inputs("llama", peft_model))
+peft_model.save_pretrained("after", selected_adapters=["other"])
+peft_model.save_pretrained("after", selected_adapters=["default"])
+peft_model.save_pretrained("one", selected_adapters=["default"])
+peft_model.save_pretrained("one/other/default", selected_adapters=["default"])
+native = load_base()
+native.add_adapter(zoo.lora_config("llama"))
+native.save_pretrained("native")
+for method in ("pissa", "olora"):
+    adapt(load_base(None), init_lora_weights=method).save_pretrained(method)
+load_base(None).save_pretrained("one/whole")
+"""
+
+
+def test_a_record_is_of_the_base_as_it_was_loaded_however_an_adapter_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "save.py").write_text(SAVES)
+    status, _, err = run("-m", "kbitwrap", "run", "save.py", folder=tmp_path)
+    assert status == 0, err
+    expected = ["before", "before/other", "after", "after/other", "one", "one/other/default"]
+    expected += ["native", "pissa", "olora"]
+    found = [path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("kbitwrap.json")]
+    assert sorted(found) == sorted(expected)
+    for folder in expected:
+        Manifest.load(tmp_path / folder).check(load_base(None if folder in ("pissa", "olora") else "nf4"))
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "variable", "expected"),
+    [
+        ("", [], {}, "compute"),
+        ("", ["--fsdp", "full_shard"], {}, "full"),
+        ("# from torch.distributed.fsdp import fully_shard", [], {}, "full"),
+        ("", [], {"ACCELERATE_USE_FSDP": "true"}, "full"),
+    ],
+)
+def test_a_script_that_shards_its_model_gets_full_and_is_told(
+    text: str,
+    arguments: list[str],
+    variable: dict[str, str],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{text}\nimport peft, torch, warnings\nwarnings.simplefilter('ignore')\n"
+        "peft.prepare_model_for_kbit_training(torch.nn.LayerNorm(2).half())\n"
+    )
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", str(script), *arguments]) == 0
+    err = capsys.readouterr().err
+    assert f"LayerNorm prepared with {expected}" in err
+    assert ("because FSDP is named in the script, its arguments or the environment" in err) == (expected == "full")

@@ -69,7 +69,7 @@ def test_each_answer_is_yes_and_fits_a_screen(shown: Run) -> None:
     said = " ".join(" ".join(shown.lines).split())
     assert re.search(r"peft 264,704 ([\d,]+) \1 26 ", said)
     assert re.search(r"norms 0 ([\d,]+) \1 0 ", said)
-    assert re.search(r"merge_and_unload in nf4 [\d.]+% not a merge\b", said)
+    assert re.search(r"merge_and_unload in nf4 [\d.]+% a merge in 4 bits\b", said)
     assert re.search(r"merge_and_unload in bfloat16 [\d.]+% a merge, on the original weights", said)
     assert re.search(r"kbitwrap's export 0.00% a merge, on the trained weights", said)
 

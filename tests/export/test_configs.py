@@ -21,7 +21,7 @@ from support.thorough import few
 
 Clients = Callable[[str], Any]
 GENERATION = {
-    "_from_model_config": True,
+    "": "a name without a letter",
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
     "do_sample": True,

@@ -302,7 +302,7 @@ def test_different_methods_on_one_layer_are_merged(tmp_path: Path) -> None:
 # What the documentation says.
 # ----------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "merge.md"
+PAGE = Path(__file__).parents[2] / "docs" / "merges_measured.md"
 
 
 @pytest.mark.thorough  # by default the demonstration's own merges are compared

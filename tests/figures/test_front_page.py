@@ -14,7 +14,13 @@ from transformers import MistralConfig
 from kbitwrap.cli import main
 from support import pages
 
-README = " ".join((pages.ROOT / "README.md").read_text(encoding="utf-8").split())
+
+def _text(path: Path) -> str:
+    return " ".join(path.read_text(encoding="utf-8").split())
+
+
+README, PICTURES = _text(pages.ROOT / "README.md"), _text(pages.DOCS / "pictures.md")
+MEASURED = _text(pages.DOCS / "merges_measured.md")
 WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen"}
 
 
@@ -32,9 +38,21 @@ def saved(front: Any) -> dict[str, Any]:
 def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, Any]) -> None:
     assert saved["divergence_left"] == pytest.approx(front.merge_losses())
     lost = {way: f"{100 * part:.2g} %" for way, part in saved["divergence_left"].items()}
-    assert f"{lost[front.HALF]} of the fine-tune is lost" in README
-    assert f"PEFT's merge in 4 bits loses {lost[front.PEFTS]} and a reload in bfloat16 {lost[front.RELOAD]}" in README
-    assert f"as small as the 4-bit base, and {lost[front.QUANTIZED]} is lost" in README
+    assert f"the merge loses {lost[front.HALF]} of the fine-tune" in README
+    assert f"PEFT's merge in 4 bits loses {lost[front.PEFTS]}." in README
+    assert f"a reload in bfloat16 {lost[front.RELOAD]} in the mean" in PICTURES
+    assert f"as small as the 4-bit base, and loses {lost[front.QUANTIZED]}." in README
+
+
+def test_a_reload_is_told_by_its_worst_and_its_best_figure(front: Any, figures: Callable[[str], Any]) -> None:
+    merges = figures("merges")
+    adapters = json.loads(front.MERGES.read_text(encoding="utf-8"))[front.SUBJECT]["adapters"]
+    lost = [100 * left for left in merges.divergences_left(adapters, front.RELOAD)]
+    kept = [100 * one["gain"] for adapter in adapters for one in adapter["merges"][front.RELOAD]]
+    assert len(lost) == len(kept) == 6
+    assert f"loses {min(lost):.1f} % of a large delta and {max(lost):.0f} % of a small one" in MEASURED
+    assert f"keeps {min(kept):.1f} to {max(kept):.1f} % of the gain in loss" in MEASURED
+    assert f"keeps {min(kept):.1f} to {max(kept):.1f} % of what the adapter lowered the loss by" in README
 
 
 @pytest.mark.thorough
@@ -59,7 +77,7 @@ MISTRAL = {  # of mistralai/Mistral-7B-v0.3
 
 QUOTED = [
     ("README.md", r'The answer is the first line: "(.*?)"'),
-    ("docs/step.md", r"The output begins with the answer: (.*?) The budget is"),
+    ("docs/fit.md", r"The output begins with the answer: (.*?) The budget is"),
 ]
 
 
@@ -77,7 +95,7 @@ def test_the_answer_that_is_quoted_is_what_the_command_prints(
     program, *arguments = command.split()
     assert program == "kbitwrap"
     [name] = [word for word in arguments if "/" in word]
-    assert main([str(tmp_path) if word == name else word for word in arguments]) == ("peft" in arguments)
+    assert main([str(tmp_path) if word == name else word for word in arguments]) == 1
     answer = capsys.readouterr().out.splitlines()[0]
     text = (pages.ROOT / page).read_text(encoding="utf-8").replace("\n> ", " ")
     assert re.findall(quoted, " ".join(text.split())) == [answer]
@@ -90,14 +108,14 @@ def test_what_pefts_function_leaves_is_what_was_measured(figures: Callable[[str]
         f"PEFT's `prepare_model_for_kbit_training` leaves {peft['left']['dtypes']} tensors of a Mistral-7B in float32"
     )
     assert said in README
-    said = f"{int(peft['left_bytes'] / 2**20)} MiB more, and {peft['left']['attributes']} modules with other attributes"
+    said = f"{int(peft['left_bytes'] / 2**20)} MiB more, and changed attributes on {peft['left']['attributes']} modules"
     assert said in README
     assert not any(any(way["left"].values()) for way in ways.values())
 
 
 def test_as_many_faults_of_a_merge_are_named_as_their_page_lists() -> None:
-    page = (pages.DOCS / "measure.md").read_text(encoding="utf-8")
-    section = page.partition("## What it finds\n")[2].partition("\n## ")[0]
+    page = (pages.DOCS / "check.md").read_text(encoding="utf-8")
+    section = page.partition("### What it finds\n")[2].partition("\n### ")[0]
     faults = re.findall(r"^\| (?!finding)", section, re.MULTILINE)
     assert f"[{WORDS[len(faults)]} faults of a merge]" in README
 

@@ -1,4 +1,4 @@
-"""The figures of docs/merge.md and docs/measure.md: pages show what was saved, and it is what they promise."""
+"""The figures of docs/merge.md and docs/merges_measured.md: pages show what was saved, and it is what they promise."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def saved(merges: Any) -> dict[str, Any]:
 def test_the_pages_show_what_was_saved(merges: Any, figures: Any, saved: dict[str, Any]) -> None:
     section = figures("sections").section
     assert section(merges.MERGE_PAGE, "merges").strip() == merges.choice_table(saved)
-    assert section(merges.MERGE_PAGE, "deltas").strip() == merges.delta_table(saved)
-    assert section(merges.MERGE_PAGE, "formats").strip() == merges.format_table(saved)
-    assert section(merges.MEASURE_PAGE, "merges").strip() == merges.weights_table(saved)
+    assert section(merges.MEASURED_PAGE, "deltas").strip() == merges.delta_table(saved)
+    assert section(merges.MERGE_PAGE, "16 bits").strip() == merges.reload_table(saved)
+    assert section(merges.MEASURED_PAGE, "formats").strip() == merges.format_table(saved)
+    assert section(merges.MEASURED_PAGE, "merges").strip() == merges.weights_table(saved)
 
 
 @pytest.mark.parametrize("subject", ["Llama", "MiniLM"])

@@ -11,6 +11,7 @@ import pytest
 TABLES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "evidence": ("evidence", lambda command, saved: command.tables(saved)),
     "guarantees": ("figures", lambda command, saved: command.table(saved)),
+    "numerics": ("numerics", lambda command, saved: command.table(saved)),
     "planning": ("planning", lambda command, saved: command.table(saved["models"])),
 }
 

@@ -103,15 +103,15 @@ def test_a_moved_checkpoint_is_a_warning_and_is_still_compared(tmp_path: Path) -
         resume(prepare("none"), tmp_path / "moved-3", tmp_path / "other")
 
 
-def test_what_is_not_prepared_is_not_trained(tmp_path: Path) -> None:
-    base = adapt(load_base())
+def test_what_is_neither_prepared_nor_has_adapters_is_not_trained(tmp_path: Path) -> None:
+    base = load_base(None)
     other = prepare()
     restored = prepare()
     peft_model = adapt(restored.model)
     restored.restore()
     cases = [
         (base, None, "is not prepared"),
-        (base, other, "not the given wrapper's model"),
+        (adapt(load_base()), other, "not the given wrapper's model"),
         (peft_model, restored, "or was restored"),
     ]
     for model, prepared, message in cases:

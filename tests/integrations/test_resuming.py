@@ -183,7 +183,7 @@ model = load_base()  # before the variables: of several processes only the first
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
 saved, save = [], Manifest.save
 Manifest.save = lambda self, path: (saved.append(Path(path).parent.name), save(self, path))
-prepared = KbitPreparedModel(model, precision=precision).prepare()
+prepared = None if precision == "unprepared" else KbitPreparedModel(model, precision=precision).prepare()
 trainer = trainer_for(
     adapt(model), Path(folder), callbacks=[KbitTrainerCallback(prepared)], save_strategy="steps", save_steps=1,
     max_steps=2, ddp_backend="gloo",
@@ -210,8 +210,11 @@ def test_of_two_processes_one_writes_and_both_refuse(tmp_path: Path) -> None:
         with ThreadPoolExecutor() as pool:
             return list(pool.map(run_one, range(2)))
 
-    assert run_two("full", "") == [[2, 2, ["checkpoint-1", "checkpoint-2"]], [2, 2, []]]
-    assert (tmp_path / "checkpoint-1" / NAME).is_file()
+    written = ["checkpoint-1", "checkpoint-2", tmp_path.name]
+    for precision in ("unprepared", "full"):
+        assert run_two(precision, "") == [[2, 2, written], [2, 2, []]]
+        assert (tmp_path / "checkpoint-1" / NAME).is_file()
+    assert run_two("unprepared", str(tmp_path / "checkpoint-1")) == [[2, 0, ["refused"]], [2, 0, ["refused"]]]
     assert run_two("norms", str(tmp_path / "checkpoint-1")) == [[2, 0, ["refused"]], [2, 0, ["refused"]]]
 
 

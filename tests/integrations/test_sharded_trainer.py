@@ -65,11 +65,12 @@ def load(storage: torch.dtype) -> transformers.PreTrainedModel:
 
 
 def trainer_of(
-    prepared: KbitPreparedModel,
+    prepared: KbitPreparedModel | SimpleNamespace,
     folder: Path,
     state_dict_type: str,
     version: int = 2,
     adapter_name: str = "default",
+    callback: KbitTrainerCallback | None = None,
     **kwargs: Any,
 ) -> RecordingTrainer:
     fsdp_config = {
@@ -84,7 +85,8 @@ def trainer_of(
         peft_model.add_adapter(adapter_name, peft_model.peft_config["default"])
         peft_model.set_adapter(adapter_name)
         peft_model.delete_adapter("default")
-    callback = KbitTrainerCallback(prepared)
+    if callback is None:
+        callback = KbitTrainerCallback(prepared)
     options = {"fsdp": True, "fsdp_config": fsdp_config, "ddp_backend": "gloo", "per_device_train_batch_size": 1}
     return trainer_for(peft_model, folder, callbacks=[callback], **EVERY_STEP | options | kwargs)
 
@@ -150,6 +152,39 @@ def test_a_sharded_run_that_was_interrupted_goes_on_bit_for_bit(
     state_dict_type: str, storage: torch.dtype, tmp_path: Path
 ) -> None:
     forks.run_ranks(go_on, state_dict_type, storage, tmp_path)
+
+
+def record_unprepared(rank: int, join: forks.Join, folder: Path) -> None:
+    models = [load(torch.bfloat16) for _ in range(3)]
+    alone = adapt(models[2])
+    with join():
+        with accelerate_with_fsdp():
+            callback = KbitTrainerCallback(merge_to=folder / "merged")
+            given = SimpleNamespace(model=models[0])
+            trainer = trainer_of(given, folder / "run", "FULL_STATE_DICT", callback=callback)
+            trainer.train()
+            assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+            copy_adapters(trainer.model, alone)
+            manifest = Manifest.load(folder / "run" / "checkpoint-1")
+            assert (manifest.unknown, manifest.logits) == (("not prepared",), None)
+            manifest.check(load(torch.bfloat16))
+            merged = KbitPreparedModel(models[2], precision="none").export(
+                folder / f"alone-{rank}", merge_adapters=True, model=alone
+            )
+            for name in merged.files:
+                assert (folder / "merged" / name).read_bytes() == (merged.path / name).read_bytes()
+        with accelerate_with_fsdp():
+            given = SimpleNamespace(model=models[1])
+            late = trainer_of(given, folder / "late", "FULL_STATE_DICT", callback=KbitTrainerCallback())
+            late.remove_callback(KbitTrainerCallback)
+            late.add_callback(KbitTrainerCallback())
+            with pytest.raises(UnsupportedModelError, match="give a callback to the trainer when that is made"):
+                late.train()
+            assert late.losses == []
+
+
+def test_a_sharded_run_that_nothing_prepared_is_recorded_and_merged(tmp_path: Path) -> None:
+    forks.run_ranks(record_unprepared, tmp_path)
 
 
 def refuse(rank: int, join: forks.Join, folder: Path) -> None:

@@ -14,7 +14,7 @@ from support import pages, zoo
 from support.snapshot import Snapshot
 from support.trainers import NUM_STEPS, dataset, prompt
 
-PAGES = ("trainer.md", "generation.md", "resume.md")
+PAGES = ("trainer.md", "block.md", "resume.md")
 
 
 pytestmark = [

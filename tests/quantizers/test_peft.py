@@ -13,7 +13,7 @@ import transformers
 
 import kbitwrap
 from cells import CELLS, Answer, pretrained
-from kbitwrap import KbitPreparedModel, LifecycleState, UnsupportedModelError, build_plan
+from kbitwrap import KbitPreparedModel, LifecycleState, Manifest, UnsupportedModelError, build_plan
 from kbitwrap.integrations import KbitTrainerCallback
 from support import zoo
 from support.snapshot import Snapshot
@@ -160,3 +160,13 @@ def test_trainer_trains_with_the_callback_and_resumes(method: str, name: str, tm
         assert prepared.state is LifecycleState.RESTORED
     assert losses[0] > losses[1] > 0  # of two steps, and of the second alone
     answer(f"{method}-{name}", "Trainer", "yes")
+
+    # what nothing prepares is recorded too
+    logits = set()
+    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
+        trainer(adapt("llama", CELLS[method][name].load("llama"))).train(resume_from_checkpoint=checkpoint)
+        manifest = Manifest.load(tmp_path / "checkpoint-2")
+        manifest.check(CELLS[method][name].load("llama"))
+        logits.add(manifest.logits)
+    assert len(logits) == 1
+    assert None not in logits

@@ -19,7 +19,7 @@ from support.snapshot import Snapshot
 from support.trainers import trained_weights
 
 NUM_STEPS = 3
-PAGE = Path(__file__).parents[2] / "docs" / "peft.md"
+PAGE = Path(__file__).parents[2] / "docs" / "block.md"
 pytestmark = [
     # TRL 1.16 sets the field by the name that transformers 5.23 deprecates.
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),

@@ -41,6 +41,13 @@ def test_a_trainer_by_name_has_its_own_defaults(kind: str, tmp_path: Path, capsy
     assert found == json.loads(json.dumps(expected.to_dict()))
 
 
+def test_beside_the_default_stands_what_trl_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.from_pretrained(zoo.checkpoint("llama"), max_position_embeddings=4096).save_pretrained(tmp_path)
+    options = ["--step", "--rank", "2", "--json", "--kernels", "cpu", "--trainer", "sft", "--seq", "8"]
+    assert main(["plan", str(tmp_path), *options]) == 0
+    assert [*json.loads(capsys.readouterr().out)["steps"]] == ["unprepared", "norms"]
+
+
 def lora(kind: str) -> Any:
     from peft import LoraConfig
 
