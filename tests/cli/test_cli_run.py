@@ -172,7 +172,7 @@ print(trainer.losses)
 """
 
 
-@pytest.mark.parametrize("way", ["prepared", "not prepared"])
+@pytest.mark.parametrize("way", few(["prepared", "not prepared"], ["prepared"]))
 def test_a_script_has_its_own_numbers_and_a_record_beside_every_adapter_that_it_saves(way: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     alone = run("train.py", way, folder=tmp_path)
@@ -214,6 +214,7 @@ load_base(None).save_pretrained("one/whole")
 """
 
 
+@pytest.mark.thorough
 def test_a_record_is_of_the_base_as_it_was_loaded_however_an_adapter_is_saved(tmp_path: Path) -> None:
     (tmp_path / "save.py").write_text(SAVES)
     status, _, err = run("-m", "kbitwrap", "run", "save.py", folder=tmp_path)
