@@ -39,7 +39,7 @@ from support.thorough import few
 from support.trainers import dataset, prompt
 
 NEEDS = {
-    "Needs the network": 5,
+    "Needs the network": 4,
     "Needs a GPU": 2,
     "Needs HQQ": 1,
     "Needs minutes": 8,

@@ -24,7 +24,7 @@ WRITES = {
     "merge_cost": "nothing: prints the CPU time of a merged export beside that of its parts by themselves",
     "merge_times": "nothing: prints how long merging and measuring take on Mistral-7B's shapes",
     "merges": "docs/merge.md and docs/merges_measured.md, with docs/pictures/merges.svg: what each way to merge keeps",
-    "numerics": "docs/manifest.md: in which environments a base computes other logits, and what a resume says of it",
+    "numerics": "docs/versions.md: in which environments a base computes other logits, and what a resume says of it",
     "pictures": "docs/pictures/preparing.svg and left.svg: what each way holds, and what it leaves",
     "planning": "docs/prediction.md: the CPU time of predictions and searches",
     "published": "docs/published.md and docs/pictures/published.svg: predictions beside what others measured",

@@ -45,7 +45,7 @@ class Training:
     """How an adapter is trained: at most this part of each weight is its delta, and each has a seed of its own.
 
     The steps are times the subject's own. One that is chosen is merged in all ways, the others by ours in 4 bits, by
-    PEFT's, and onto the 16-bit weights.
+    PEFT's, and onto the original weights.
     """
 
     most: float
@@ -243,8 +243,8 @@ NAMES = {
     MIXED: "`--as mixed`",
     QUANTIZED: "`--as quantized`",
     PEFTS: "PEFT's `merge_and_unload` in 4 bits",
-    RELOAD: "reload in bfloat16 and merge there",
-    AGAIN: "the same, then quantize again",
+    RELOAD: "`--as original`",
+    AGAIN: "the same, quantized again",
 }
 
 
@@ -275,7 +275,7 @@ def percent(part: float) -> str:
 
 def choice_table(result: dict[str, Any]) -> str:
     """The table of the ways to merge."""
-    titles = [f"{what}, {name}" for name in SUBJECTS for what in ("gain kept", "KL left")]
+    titles = [f"{what}, {name}" for name in SUBJECTS for what in ("gain kept", "divergence left")]
     rows = [["merged by", "Mistral-7B", *titles, "loads with"]]
     for way, name in NAMES.items():
         cells = []
@@ -289,8 +289,8 @@ def choice_table(result: dict[str, Any]) -> str:
 
 def delta_table(result: dict[str, Any]) -> str:
     """The table of adapters of several sizes."""
-    ways = {QUANTIZED: "`quantized`", PEFTS: "PEFT's", RELOAD: "16-bit base"}
-    titles = [title for name in ways.values() for title in (f"{name} keeps", "KL left")]
+    ways = {QUANTIZED: "`quantized`", PEFTS: "PEFT's", RELOAD: "`original`"}
+    titles = [title for name in ways.values() for title in (f"{name} keeps", "divergence left")]
     rows = [["", "delta", "gain", *titles]]
     for subject in SUBJECTS:
         for adapter in result[subject]["adapters"]:
@@ -304,9 +304,9 @@ def delta_table(result: dict[str, Any]) -> str:
 
 
 def reload_table(result: dict[str, Any]) -> str:
-    """The table of what speaks for the base's 16-bit weights, and against them, over all sizes of delta."""
-    titles = ("quantization costs the base", "gain kept, worst and best", "KL left, best and worst")
-    rows = [["merged onto the 16-bit weights", *titles]]
+    """The table of what speaks for the base's original weights, and against them, over all sizes of delta."""
+    titles = ("quantization costs the base", "gain kept, worst and best", "divergence left, best and worst")
+    rows = [["merged onto the original weights", *titles]]
     for subject in SUBJECTS:
         found = result[subject]
         gaining = [one for one in found["adapters"] if one["loss"] < found["base_loss"]]
@@ -320,7 +320,7 @@ def reload_table(result: dict[str, Any]) -> str:
 
 def format_table(result: dict[str, Any]) -> str:
     """The table of the formats of a quantized base."""
-    rows = [["base in", "gain", "`quantized` keeps", "KL left", "PEFT's keeps", "KL left"]]
+    rows = [["base in", "gain", "`quantized` keeps", "divergence left", "PEFT's keeps", "divergence left"]]
     for quant, adapter in result["formats"].items():
         cells = [cell for way in (QUANTIZED, PEFTS) for cell in kept_and_left([adapter], way)]
         rows.append([quant, f"{adapter['base_loss'] - adapter['loss']:+.4f}", *cells])
@@ -335,7 +335,7 @@ def weights_table(result: dict[str, Any]) -> str:
         f"The base's loss on held-out text is {found['base_loss']:.4f} a byte in nf4, and the adapter model's "
         f"{adapter['loss']:.4f}."
     )
-    rows = [["merged by", "of the delta there", "error, in parts of the delta", "onto", "gain in loss kept", "KL left"]]
+    rows = [["merged by", "of the delta there", "error, in parts of the delta", "onto", "gain in loss kept", "divergence left"]]
     for way, one in found["weights"].items():
         cells = [NAMES[way], f"{one['kept']:.1%}", f"{one['error']:.1%}", one["onto"]]
         rows.append([*cells, *kept_and_left([adapter], way)])

@@ -33,7 +33,7 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
         {
             "what-it-finds": "check#what-it-finds",
             "what-it-costs-on-your-own-text": "check#what-it-costs-on-your-own-text",
-            "a-run-without-a-record": "check#a-run-without-a-record",
+            "a-run-without-a-record": "check#a-run-without-a-manifest",
             "four-merges-measured": "merges_measured#four-merges-by-their-weights",
         },
     ),

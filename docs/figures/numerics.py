@@ -4,7 +4,7 @@
 
 In each environment, one after the other, this trains on bases that the first one saved, computes their logits with
 transformers alone, resumes the runs of all environments before it, and adds a row for each to FOLDER/rows.jsonl. It
-prints the sums of all rows, and with --write writes the table of docs/manifest.md.
+prints the sums of all rows, and with --write writes the table of docs/versions.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUANTIZATIONS = {"nf4": "nf4", "8 bits": "int8", "bfloat16": "none"}
 BASES = [f"{model} {kind}" for model in CONFIGS for kind in QUANTIZATIONS]
 NUM_STEPS = 2
 LOGITS, KERNELS = "logits.pt", "kernels.txt"
-PAGE = DOCS / "manifest.md"
+PAGE = DOCS / "versions.md"
 FIGURES = DOCS / "benchmarks" / "numerics.json"
 SAID = re.compile(r"and computes other logits: (?:since then (.*)|no library's version changed: .*); training goes on")
 CHANGE = re.compile(r"^(\S+) (.+) became (.+)$")

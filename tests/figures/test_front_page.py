@@ -38,10 +38,10 @@ def saved(front: Any) -> dict[str, Any]:
 def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, Any]) -> None:
     assert saved["divergence_left"] == pytest.approx(front.merge_losses())
     lost = {way: f"{100 * part:.2g} %" for way, part in saved["divergence_left"].items()}
-    assert f"the merge loses {lost[front.HALF]} of the fine-tune" in README
-    assert f"PEFT's merge in 4 bits loses {lost[front.PEFTS]}." in README
+    assert f"the merge leaves {lost[front.HALF]} of the divergence" in README
+    assert f"PEFT's merge in 4 bits leaves {lost[front.PEFTS]}." in README
     assert f"a reload in bfloat16 {lost[front.RELOAD]} in the mean" in PICTURES
-    assert f"as small as the 4-bit base, and loses {lost[front.QUANTIZED]}." in README
+    assert f"as small as the 4-bit base, and leaves {lost[front.QUANTIZED]}." in README
 
 
 def test_a_reload_is_told_by_its_worst_and_its_best_figure(front: Any, figures: Callable[[str], Any]) -> None:
