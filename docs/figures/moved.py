@@ -41,8 +41,8 @@ MOVED: dict[str, tuple[str, dict[str, str]]] = {
         "block#which-precision",
         {
             "the-dtype-of-adapters": "block#the-dtype-of-adapters",
-            "adapters-that-return-float32": "block#float32-that-meets-half",
-            "models-that-are-given-float-features": "block#float32-that-meets-half",
+            "adapters-that-return-float32": "block#float32-that-meets-16-bits",
+            "models-that-are-given-float-features": "block#float32-that-meets-16-bits",
             "copies-of-a-prepared-model": "block#what-verify-and-restore-report",
             "logits-in-float32": "block#logits-in-float32",
         },
