@@ -1,7 +1,7 @@
 // Makes the page's table one of all rows of the data, which is filtered and sorted, and on narrow screens one of a device at a time.
 // Without scripts the short table stays as it is.
 const NARROW = "(max-width: 44em)";
-const TRAINERS = { plain: "plain", sft: "TRL's SFT" };
+const TRAINERS = { plain: "a loop", sft: "TRL's SFT" };
 
 function numbers(cell) {
   return cell === "-" ? 0 : Number(cell.replaceAll(",", "").split(" / ")[0]);

@@ -14,7 +14,7 @@ import pytest
 from sections import DOCS, markdown_table, replace_section, section
 
 PAGE = DOCS / "compatibility.md"
-COLUMNS = ("wrapper", "export", "merged export", "drop-in", "Trainer")
+COLUMNS = ("block", "export", "merged export", "drop-in", "Trainer")
 
 
 class Answers:

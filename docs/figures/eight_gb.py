@@ -101,7 +101,7 @@ def predict(model: dict[str, Any], trainer: str, way: str) -> dict[str, Any]:
 
 def table_of_steps(rows: list[dict[str, Any]]) -> str:
     """What a step of the reporter's model takes, as Markdown."""
-    lines = [["prepared by", "trained by", "loaded", "prepared", "in a step", "with context and process", "fits"]]
+    lines = [["precision", "trained by", "loaded", "prepared", "in a step", "with context and process", "fits"]]
     for row in rows:
         if row["model"] == REPORTED:
             sizes = (*row["reserved"].values(), row["in_all_bytes"])

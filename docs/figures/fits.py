@@ -37,7 +37,7 @@ DEVICES = (8, 12, 16, 24, 48, 80)  # GiB
 SEQ_LEN = 2048
 PLAIN, SFT = TRAINERS = ("plain", "sft")
 PRECISIONS = ("peft", "full", "compute", "norms", "adapted", "none")
-SHOWN = {PLAIN: "plain", SFT: "TRL's SFT"}
+SHOWN = {PLAIN: "a loop", SFT: "TRL's SFT"}
 IN_SHORT = "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Llama-3.3-70B-Instruct"
 
 

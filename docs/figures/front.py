@@ -36,8 +36,8 @@ PRECISIONS = ("peft", "compute", "norms", "none")
 
 MERGE_LABELS = {
     PEFTS: "PEFT's merge_and_unload, to 4 bits",
-    RELOAD: "reload in bfloat16 and merge there",
-    AGAIN: "the same, then quantize to 4 bits again",
+    RELOAD: "merge onto the original weights",
+    AGAIN: "the same, quantized to 4 bits again",
     QUANTIZED: "kbitwrap merge --as quantized, to 4 bits",
     HALF: "kbitwrap merge",
 }
@@ -86,7 +86,7 @@ def draw(figures: dict[str, Any]) -> Figure:
     merges, steps = figure.subfigures(2, 1, height_ratios=(5, 6))
 
     losses = {label: 100 * figures["divergence_left"][way] for way, label in MERGE_LABELS.items()}
-    bars(merges, losses, "{:.2g} %", "What a merge loses of a fine-tune in nf4")
+    bars(merges, losses, "{:.2g} %", "The divergence that a merge leaves, in nf4")
 
     peaks = {label: figures["peak_bytes"][way] / GIB for way, label in STEP_LABELS.items()}
     bars(steps, peaks, "{:.2f} GiB", f"What a training step of {MODEL} takes, in nf4 with {SEQ_LEN:,} tokens")

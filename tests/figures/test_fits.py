@@ -34,6 +34,16 @@ def test_the_page_shows_what_was_saved(fits: Any, figures: Any, rows: list[dict[
     assert json.loads(fits.FIGURES.read_text())["sources"] == fits.sources()
 
 
+def test_the_page_begins_with_figures_of_its_table(fits: Any, rows: list[dict[str, Any]]) -> None:
+    first = " ".join(fits.PAGE.read_text(encoding="utf-8").split("\n\n")[1].split())
+    longest = {
+        row["precision"]: row["fits"]["24"][0]
+        for row in rows
+        if row["model"].endswith("/Llama-3.1-8B") and row["trainer"] == fits.PLAIN
+    }
+    assert f"sequences of {longest['norms']:,} tokens, and PEFT's own preparation on {longest['peft']:,}." in first
+
+
 def test_each_model_says_where_its_shapes_are_published_and_were_read(fits: Any) -> None:
     models = fits.models()
     assert len({model["name"] for model in models}) >= 30

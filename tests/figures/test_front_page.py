@@ -40,7 +40,7 @@ def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, An
     lost = {way: f"{100 * part:.2g} %" for way, part in saved["divergence_left"].items()}
     assert f"the merge leaves {lost[front.HALF]} of the divergence" in README
     assert f"PEFT's merge in 4 bits leaves {lost[front.PEFTS]}." in README
-    assert f"a reload in bfloat16 {lost[front.RELOAD]} in the mean" in PICTURES
+    assert f"a merge onto the original weights {lost[front.RELOAD]} in the mean" in PICTURES
     assert f"as small as the 4-bit base, and leaves {lost[front.QUANTIZED]}." in README
 
 
@@ -50,7 +50,7 @@ def test_a_reload_is_told_by_its_worst_and_its_best_figure(front: Any, figures: 
     lost = [100 * left for left in merges.divergences_left(adapters, front.RELOAD)]
     kept = [100 * one["gain"] for adapter in adapters for one in adapter["merges"][front.RELOAD]]
     assert len(lost) == len(kept) == 6
-    assert f"loses {min(lost):.1f} % of a large delta and {max(lost):.0f} % of a small one" in MEASURED
+    assert f"leaves {min(lost):.1f} % of a large delta's divergence and {max(lost):.0f} % of a small one's" in MEASURED
     assert f"keeps {min(kept):.1f} to {max(kept):.1f} % of the gain in loss" in MEASURED
     assert f"keeps {min(kept):.1f} to {max(kept):.1f} % of what the adapter lowered the loss by" in README
 

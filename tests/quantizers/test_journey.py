@@ -146,7 +146,7 @@ def test_a_journey(
     assert torch.equal(logits(model, architecture), expected)
 
     row = f"{method}-{name}"
-    answer(row, "wrapper", f"`{precision}`")
+    answer(row, "block", f"`{precision}`")
     answer(row, "export", "as `save_pretrained`" if cell.is_serializable else "refused, as by `save_pretrained`")
     answer(row, "merged export", "yes" if cell.can_merge else "refused by name")
 
