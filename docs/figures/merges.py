@@ -335,7 +335,8 @@ def weights_table(result: dict[str, Any]) -> str:
         f"The base's loss on held-out text is {found['base_loss']:.4f} a byte in nf4, and the adapter model's "
         f"{adapter['loss']:.4f}."
     )
-    rows = [["merged by", "of the delta there", "error, in parts of the delta", "onto", "gain in loss kept", "divergence left"]]
+    titles = ("of the delta there", "error, in parts of the delta", "onto", "gain in loss kept", "divergence left")
+    rows = [["merged by", *titles]]
     for way, one in found["weights"].items():
         cells = [NAMES[way], f"{one['kept']:.1%}", f"{one['error']:.1%}", one["onto"]]
         rows.append([*cells, *kept_and_left([adapter], way)])

@@ -20,7 +20,7 @@ QUANTIZATION = "how the base was quantized in training"
 OF_BASE = "the base's config.json says"
 OF_MANIFEST = "the manifest says"
 BESIDE_ADAPTER = "the config.json beside the adapter says"
-GIVEN = "the caller said, and no record confirms"
+GIVEN = "the caller said, and nothing recorded confirms"
 OF_MERGE = "the merged checkpoint's config.json says"
 FITTED = "the checkpoint fits"
 UNKNOWN = "nothing says"
@@ -60,13 +60,13 @@ UNQUANTIZED = BaseQuantization({}, GIVEN)
 def run_on_original(
     quantization: BaseQuantization, record: Manifest | None, dtype: Any
 ) -> tuple[Manifest | None, BaseQuantization, Any]:
-    """Return the record, quantization and dtype by which `load_base` loads the base's own 16-bit weights.
+    """Return the record, quantization and dtype by which `load_base` loads the base's original weights.
 
     Raise `ConfigError` where the base was saved quantized.
     """
     if quantization.source == OF_BASE:
         raise ConfigError(
-            "the base was saved quantized: its 16-bit weights are not here"
+            "the base was saved quantized: its original weights are not here"
         )
 
     if dtype is None and record is not None:

@@ -86,7 +86,7 @@ _ROUNDED = {
     QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
 }
 _LEFT = "files of the base were left behind, because others take their place or they are no part of a merge: {}"
-_ON_ORIGINAL = "the adapter is merged onto the base's own 16-bit weights, not onto those that it was trained on"
+_ON_ORIGINAL = "the adapter is merged onto the base's original weights, not onto those that it was trained on"
 _OF_ANOTHER_BASE = (
     "the adapter names {named} as its base; what was merged is {merged!r}. If these are not the "
     "same model, the merge is wrong"
@@ -110,7 +110,7 @@ def merge_checkpoint(
     check: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportReport:
-    """Merge a saved adapter into the base it was trained on, and write the half-precision model that results.
+    """Merge a saved adapter into the base it was trained on, and write the 16-bit model that results.
 
     The base is loaded as the run had it: of its class, with its vocabulary, which may
     have been resized, and with a head that the adapter's file holds. It is quantized as
@@ -131,7 +131,7 @@ def merge_checkpoint(
         dst: The folder to make: complete in the end, or absent.
         merge_as: The form of the merged model, as for ``KbitPreparedModel.export``:
             ``"half"``, ``"mixed"`` or ``"quantized"``; or ``"original"``: onto the
-            base's own 16-bit weights, which no manifest is compared with.
+            base's original weights, which no manifest is compared with.
         manifest: The record of the preparation, or its path: it says how the base was
             quantized, and the base is compared with its digests. ``None`` for
             ``kbitwrap.json`` in the adapter's folder, if there is one.

@@ -167,7 +167,7 @@ def compare_merges(
             or after the positions that the model learned.
         base: The base, as for `merge_checkpoint`.
         forms: The merges: ``"half"``, ``"mixed"`` and ``"quantized"``, as for
-            `merge_checkpoint`; ``"original"``, PEFT's merge onto the base's own 16-bit
+            `merge_checkpoint`; ``"original"``, PEFT's merge onto the base's original
             weights; and folders that any tool merged. The tokenizer is that of such a
             folder, or else the adapter's, or the base's.
         samples: The most texts that are taken, from the beginning.

@@ -32,10 +32,10 @@ SUMMARY = (
 )
 HELP = (
     "Prepare, train and merge a small quantized model PEFT's way and ours, side by side.\n\n"
-    "A small byte-level Llama is built and loaded in nf4, once for each way. What a training step takes is predicted, "
-    "and measured. A LoRA is trained on it, the model is suspended and restored, and compared with what was loaded. "
-    "The same LoRA is merged in PEFT's ways and in ours, and doctor examines each merge. Runs on the CPU, and needs no "
-    "network.\n\n"
+    "A small byte-level Llama is built and loaded in nf4, once for each precision. What a training step takes is "
+    "predicted, and measured. A LoRA is trained on it, the model is suspended and restored, and compared with what was "
+    "loaded. The same LoRA is merged in PEFT's ways and in ours, and doctor examines each merge. Runs on the CPU, and "
+    "needs no network.\n\n"
     "Exit status: 0 every answer is yes, 1 one is no, 2 bad usage or bad input."
 )
 

@@ -57,7 +57,7 @@ HELP = (
     "that was interrupted. Each check made is printed: fine, "
     "fault, or not measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.\n\n"
     "Of tensors that a preparation left in float32 it prints which they are, what they waste, and the command that "
-    "gives them their dtypes back; of a manifest, kbitwrap's record of a run, which model was prepared, and how.\n\n"
+    "gives them their dtypes back; of a manifest, which model was prepared, and how.\n\n"
     "Is a merged model what was trained? With --adapter every tensor of PATH is compared with the adapter and its "
     "base, whatever tool merged them: how much of what the adapter learned is there, what is wrong where it is not, "
     "and what of the base's files is missing. With --text FILE its loss on your own texts is compared, too: the part "

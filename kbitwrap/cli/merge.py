@@ -39,13 +39,13 @@ HELP = (
     "Merge a saved adapter into the base that it was trained on: kbitwrap merge BASE ADAPTER --out DST, or kbitwrap "
     "merge ADAPTER --out DST with the base that the config of ADAPTER names.\n\n"
     "The base is loaded quantized as it was in training, the adapter that PEFT saved in ADAPTER is merged into its "
-    "exactly dequantized weights, and the half-precision model is written, one tensor at a time, with what else the "
+    "exactly dequantized weights, and a 16-bit model is written, one tensor at a time, with what else the "
     "folders hold that loaders read: the tokenizer, chat templates, poolings, code. With --as mixed the layers that "
     "the adapter does not touch stay quantized; with --as quantized all do, and what the adapter adds is rounded at "
-    "random, without bias. With --as original it is merged onto the 16-bit weights of BASE. With --no-adapter the "
-    "dequantized BASE alone is written.\n\n"
+    "random, without bias. With --as original it is merged onto the original weights of BASE, from "
+    "before they were quantized. With --no-adapter the dequantized BASE alone is written.\n\n"
     "Which form? With --compare FILE each is merged, and its loss on your own texts is compared with that of the "
-    "adapter model, and with a merge onto the base's 16-bit weights, where these are at hand. The last line says which "
+    "adapter model, and with a merge onto the original weights, where these are at hand. The last line says which "
     "to take, and why. Without --out nothing is written.\n\n"
     "The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared "
     "with it. Without one, the config.json in ADAPTER says it, where axolotl or another tool saved one. A GPU and a "
@@ -73,8 +73,8 @@ def command(
         typer.Option(
             "--as",
             metavar="FORM",
-            help="The form of the merged model: half, in half precision; mixed, layers that the adapter does not touch "
-            "quantized; quantized, all layers; or original, in half precision on the base's own 16-bit weights.",
+            help="The form of the merged model: half, all in 16 bits; mixed, layers that the adapter does not touch "
+            "quantized; quantized, all layers; or original, in 16 bits onto the original weights.",
         ),
     ] = "half",
     no_adapter: Annotated[
@@ -212,8 +212,10 @@ def command(
     if adapter is not None and quant is not None:
         # The card says who told the quantization.
         card = (out / "README.md").read_text(encoding="utf-8")
-        if "no record confirms" in card:
-            say(f"note: there is no record, so --quant {quant} was taken at its word")
+        if "nothing recorded confirms" in card:
+            say(
+                f"note: nothing records how the base was quantized, so --quant {quant} was taken at its word"
+            )
     if push_to_hub is not None:
         _push(out, push_to_hub)
     return status

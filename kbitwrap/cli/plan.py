@@ -54,7 +54,7 @@ HELP = (
     "The first says whether a step of QLoRA fits 7 GiB, and which sequences and batches do. The second says so of "
     "TRL's SFTTrainer, with its own defaults, on a GPU of 24 GiB. The third is about preparing alone: what each "
     "precision and PEFT's prepare_model_for_kbit_training add to the loaded model.\n\n"
-    "No weight is read, and no GPU is needed. A precision is a way to prepare: norms is the default, and full is what "
+    "No weight is read, and no GPU is needed. Of the precisions, norms is kbitwrap's default, and full is what "
     "PEFT's function does. The output explains each that it shows.\n\n"
     "Exit status: 0 every precision shown fits the budget (or there is none), 1 one does not, 2 bad usage or bad "
     "input."
@@ -102,9 +102,9 @@ def command(
         list[Way] | None,
         typer.Option(
             metavar="PRECISION...",
-            help=f"Ways to prepare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, and "
-            f"unprepared, which is as loaded. If left out, with --step: norms, the default, beside {PEFT}, or beside "
-            "unprepared with a --trainer of TRL, which prepares nothing; without --step: all.",
+            help=f"Precisions to compare, one or several of {', '.join(PRECISIONS)}; with --step also {PEFT}, which is "
+            f"PEFT's function, and unprepared, which is as loaded. If left out, with --step: norms and {PEFT}, or "
+            "norms and unprepared with a --trainer of TRL, which prepares nothing; without --step: all.",
         ),
     ] = None,
     budget: Budget = None,
@@ -312,7 +312,7 @@ def _plan_preparation(
         "plans": ours,
     }
 
-    ways = [["preparing", "adds", "at its peak"]]
+    ways = [["precision", "adds", "at its peak"]]
     for name, way in {PEFT: peft, **ours}.items():
         sizes = way["added_bytes"], way["peak_bytes"]
         ways.append([name, *map(format_bytes, sizes)])

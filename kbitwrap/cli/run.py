@@ -70,8 +70,8 @@ def command(
         Precision | None,
         typer.Option(
             metavar="PRECISION",
-            help="What the drop-in prepares with: full, which is PEFT's way, compute, norms, adapted or none. If left "
-            "out, compute, which gives PEFT's numbers without its memory, and full where SCRIPT uses FSDP.",
+            help="The precision of the drop-in: full, which is what PEFT's function does, compute, norms, adapted or "
+            "none; if left out, compute, which gives PEFT's numbers in less memory, and full where SCRIPT uses FSDP.",
         ),
     ] = None,
     plan: Annotated[
@@ -150,6 +150,7 @@ def _tell_step(
     import torch
 
     from .. import StepPredictor, prepared_of
+    from .step import of_batch, tables_of
 
     prepared = prepared_of(trainer.model)
     if prepared is not None:
@@ -168,7 +169,10 @@ def _tell_step(
         )
     if limit is not None:
         show(verdict(limit, {step.precision: fits}))
-    show(str(step))
+    show(
+        f"a step of {type(trainer).__name__}, {of_batch(step)}",
+        *tables_of({step.precision: step.to_dict()}),
+    )
     if is_unified:
         show(on_unified(step.mapped_bytes))
     return EXIT_DONE if fits else EXIT_NO
@@ -270,7 +274,7 @@ def _watching(precision: Precision, why: str) -> Iterator[None]:
                 manifest.save(place / "kbitwrap.json")
                 recorded[str(place)] = None
             except (KbitWrapError, OSError) as error:
-                say(f"no record beside {place}: {first_line(error)}")
+                say(f"no manifest beside {place}: {first_line(error)}")
 
         def save_adapters_noting(model: Any, *args: Any, **kwargs: Any) -> None:
             save_adapters(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""``kbitwrap plan --step``: what a training step takes, for each precision and for PEFT's way."""
+"""``kbitwrap plan --step``: what a training step takes, for each precision and for PEFT's function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
 
-from .. import StepPredictor
+from .. import StepMemory, StepPredictor
 from ..config import format_bytes
 from ..foresight.ledger import KINDS
 from ..model.pretrained import read_config
@@ -32,7 +32,7 @@ _ON_TOP = (
     "for the smaller workspaces of cuBLAS, less what it can release before memory runs out. Not counted are the larger "
     "workspaces, 48 MiB more from compute capability 9.0; outliers of 8-bit layers, which have no bound; the CUDA "
     "context, 0.267 to 0.621 GiB (pytorch#86509), the most of which is taken off --device-memory; and other programs. "
-    "Unknown is what the device's allocator may count beside the peak, such as workspaces: it is in no other row."
+    "Unknown is what the device's allocator may count beside the peak: it is in no other row."
 )
 
 
@@ -116,7 +116,7 @@ def plan_steps(
         "steps": steps,
     }
     details = [
-        f"{step.batch_size} x {step.seq_len:,} tokens on {kernels}",
+        of_batch(step),
         kind,
         f"LoRA of rank {rank}",
     ]
@@ -126,7 +126,7 @@ def plan_steps(
         details.append(f"{engine} on {devices} devices")
     parts = [
         f"{model}: a step of {', '.join(details)}",
-        *_tables(steps),
+        *tables_of(steps),
     ]
     if is_unified:
         parts.append(on_unified(step.mapped_bytes))
@@ -136,7 +136,12 @@ def plan_steps(
     return result, parts, all(fits.values())
 
 
-def _tables(steps: Mapping[str, Result]) -> list[RenderableType]:
+def of_batch(step: StepMemory) -> str:
+    """Say what batch a step was predicted for."""
+    return f"{step.batch_size} x {step.seq_len:,} tokens on {step.kernels}"
+
+
+def tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
     """Lay the predictions out: the peaks of the phases, what fits, and what is held at the peak."""
     first, *_ = steps.values()
     shown = [name for name, key in _PHASES.items() if first[key] is not None]
@@ -173,4 +178,6 @@ def _tables(steps: Mapping[str, Result]) -> list[RenderableType]:
     parts += [explained(steps), table(held, right=True)]
     if first["loading_bytes"] is not None:
         parts.append(_LOADING.format(format_bytes(first["loading_bytes"])))
-    return [*parts, _ON_TOP, *each_once("notes", steps), *each_once("warnings", steps)]
+    causes = [part["what"] for step in steps.values() for part in step["unknown"]]
+    parts += [_ON_TOP, *(f"unknown: {cause}" for cause in dict.fromkeys(causes))]
+    return [*parts, *each_once("notes", steps), *each_once("warnings", steps)]

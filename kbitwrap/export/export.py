@@ -202,7 +202,7 @@ def merged_weights(
         for fqn in [*tensors]:
             if moment() != before:
                 raise StateError(
-                    f"merged_weights() began while the wrapper was {before[0]}, and it "
+                    f"merged_weights() began while the model was {before[0]}, and it "
                     "was suspended, resumed or restored since; iterate again from the "
                     "beginning",
                     state=moment()[0],

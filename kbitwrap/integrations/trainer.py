@@ -217,9 +217,10 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             self._compare(state)
         if self._manifest is None:
             raise StateError(
-                f"KbitTrainerCallback expects a Trainer whose model has adapters or is prepared; this "
-                f"{type(model).__name__} is not prepared, is not the given wrapper's model, or was restored: make the "
-                "adapters first, or train inside `with KbitPreparedModel(model) as prepared`, or after prepare()",
+                "KbitTrainerCallback expects a Trainer whose model has adapters or is prepared; this "
+                f"{type(model).__name__} is not prepared, is not the given KbitPreparedModel's model, or was "
+                "restored: make the adapters first, or train inside `with KbitPreparedModel(model) as prepared`, "
+                "or after prepare()",
                 expected=(LifecycleState.PREPARED,),
             )
 
@@ -368,8 +369,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
 
         if expected is None:
             warnings.warn(
-                f"the checkpoint of step {state.global_step} holds no record of a preparation: unless its base was "
-                "prepared in the same way, the losses will differ from those of the first run",
+                f"the checkpoint of step {state.global_step} does not say how its base was prepared: unless its base "
+                "was prepared in the same way, the losses will differ from those of the first run",
                 UserWarning,
                 stacklevel=3,
             )

@@ -252,8 +252,8 @@ class Manifest(Report, ManifestPart):
         """
         if NOT_PREPARED in self.unknown:
             raise ManifestError(
-                "the manifest is of a run whose model was not prepared: train without a "
-                "wrapper, as that run did"
+                "the manifest is of a run whose model was not prepared: train without "
+                "the block, as that run did"
             )
         if self.unknown:
             raise ManifestError(

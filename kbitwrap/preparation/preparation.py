@@ -516,7 +516,7 @@ def refuse_held(tree: ModelTree, but: Preparation | None = None) -> None:
             what = f" shares its {shared[0]} with a {name} that"
         raise StateError(
             f"this {type(tree.model).__name__}{what} is prepared already; restore() "
-            "that first, or find its wrapper with kbitwrap.prepared_of(model)",
+            "that first, or find its KbitPreparedModel with kbitwrap.prepared_of(model)",
             state=getattr(preparation.holder(), "state", None),
             expected=(LifecycleState.NEW, LifecycleState.RESTORED),
         )

@@ -221,7 +221,7 @@ def test_the_tokenizer_and_a_card_are_beside_it(owner: str, tmp_path: Path) -> N
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     card = (tmp_path / "out" / "README.md").read_text()
     assert ModelCard(card).data.base_model == "someone/Tiny-Llama"
-    assert "were in nf4 in training, which the caller said, and no record confirms." in card
+    assert "were in nf4 in training, which the caller said, and nothing recorded confirms." in card
     assert str(tmp_path) not in card
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16

@@ -409,9 +409,11 @@ def test_a_quantization_that_was_only_said_is_the_one_that_is_used_and_no_record
     options = ("--quant", quant, "--dtype", "bfloat16", "--device", "cpu")
     status, _, err = run(capsys, "merge", base, adapter, "--out", tmp_path / "out", *options)
     assert (status, len(err.splitlines())) == (0, 1)
-    assert err == f"kbitwrap: note: there is no record, so --quant {quant} was taken at its word\n"
     assert (
-        f"were in {quant} in training, which the caller said, and no record confirms."
+        err == f"kbitwrap: note: nothing records how the base was quantized, so --quant {quant} was taken at its word\n"
+    )
+    assert (
+        f"were in {quant} in training, which the caller said, and nothing recorded confirms."
         in (tmp_path / "out/README.md").read_text()
     )
     with KbitPreparedModel(zoo.load("llama", quant)) as prepared:

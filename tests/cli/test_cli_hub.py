@@ -120,7 +120,7 @@ def test_a_merge_is_uploaded_after_it_is_written(
     status, printed, err = run(capsys, "merge", ADAPTER, "--out", out, "--push-to-hub", "me/merged", "--json", *QUANT)
     assert status == 0
     assert json.loads(printed)["path"] == str(out)
-    assert "there is no record, so --quant nf4-double was taken at its word" in err
+    assert "nothing records how the base was quantized, so --quant nf4-double was taken at its word" in err
     assert err.endswith("kbitwrap: uploaded: https://huggingface.co/me/merged\n")
     assert uploads == [
         ("me/merged", {"exist_ok": True}),

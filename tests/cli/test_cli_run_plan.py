@@ -106,7 +106,8 @@ def test_a_script_is_planned_and_nothing_is_trained_or_written(
     assert "trainable params: " in out
     verdict = next(line for line in out.splitlines() if "GiB" in line)
     assert verdict == "1.0 GiB: fits with unprepared."
-    assert "precision 'unprepared', batch 2, 8 tokens, on cpu" in out
+    assert "2 x 8 tokens on cpu" in out
+    assert "\nunprepared " in out
     assert "went on" not in out
     assert not (tmp_path / "trained").exists()
     assert main(["run", "--plan", "--budget", "1KiB", script]) == 1
@@ -122,8 +123,9 @@ def test_the_step_is_the_one_of_the_models_preparation(
     script = written(tmp_path, before="model = prepare_model_for_kbit_training(model)", more="{}")
     assert main(["run", "--plan", "--precision", "norms", script]) == 0
     out = capsys.readouterr().out
-    assert "precision 'norms', batch 2, 8 tokens, on cuda" in out
-    assert "loading, before the step: " in out
+    assert "2 x 8 tokens on cuda" in out
+    assert "\nnorms " in out
+    assert "Loading the model, before the step, takes " in out
 
 
 @pytest.mark.thorough
@@ -201,7 +203,7 @@ def test_libraries_are_changed_when_the_script_imports_them(tmp_path: Path) -> N
     command = [sys.executable, "-W", "ignore", "-m", "kbitwrap", "run", "--plan", script]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    assert "\nprecision 'unprepared', batch 2, 8 tokens, on cpu: " in result.stdout
+    assert ", 2 x 8 tokens on cpu\n" in result.stdout
 
 
 def test_a_trainer_has_its_arguments_already(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ class TestStates:
             next(found)
         for call in change.split(", "):
             getattr(wrapper, call)()
-        with pytest.raises(StateError, match=r"began while the wrapper was prepared, .*again from the beginning"):
+        with pytest.raises(StateError, match=r"began while the model was prepared, .*again from the beginning"):
             next(found)
         assert list(found) == []
 
@@ -272,7 +272,7 @@ class TestStates:
         with wrapper.suspended():
             found = wrapper.merged_weights()
             next(found)
-        with pytest.raises(StateError, match="began while the wrapper was suspended"):
+        with pytest.raises(StateError, match="began while the model was suspended"):
             next(found)
 
     def test_no_mode_is_held_between_tensors(self, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_what_is_neither_prepared_nor_has_adapters_is_not_trained(tmp_path: Path
     restored.restore()
     cases = [
         (base, None, "is not prepared"),
-        (adapt(load_base()), other, "not the given wrapper's model"),
+        (adapt(load_base()), other, "not the given KbitPreparedModel's model"),
         (peft_model, restored, "or was restored"),
     ]
     for model, prepared, message in cases:

@@ -107,7 +107,7 @@ def test_a_checkpoint_without_a_record_is_a_warning(tmp_path: Path) -> None:
     trainer = trainer_for(adapt(prepare("norms").model), tmp_path, **EVERY_STEP)
     trainer.train()
     resumed = trainer_with_callback(prepare("norms"), tmp_path, **EVERY_STEP)
-    with pytest.warns(UserWarning, match="step 1 holds no record of a preparation"):
+    with pytest.warns(UserWarning, match="step 1 does not say how its base was prepared"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert outcome(resumed) == (trainer.losses[1:], trained_weights(trainer.model))
     # From here on there is one.
@@ -155,7 +155,7 @@ def test_a_trainer_state_without_a_record_is_a_warning(
     state["stateful_callbacks"]["KbitTrainerCallback"] = saved
     path.write_text(json.dumps(state))
     trainer = trainer_with_callback(prepare("none"), tmp_path)
-    with pytest.warns(UserWarning, match="step 2 holds no record of a preparation"):
+    with pytest.warns(UserWarning, match="step 2 does not say how its base was prepared"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
     assert len(trainer.losses) == 1
 
