@@ -373,7 +373,7 @@ def _tables(result: Result) -> list[RenderableType]:
         sizes = [side[key] for key in ("added_bytes", "predicted_bytes", "step_bytes")]
         left = sum(side["left"].values())
         rows.append([way, *(f"{number:,}" for number in (*sizes, left))])
-    merges = [["merged by", "fine-tune lost", "kbitwrap doctor says"]]
+    merges = [["merged by", "divergence left", "kbitwrap doctor says"]]
     for name, merge in result["merges"].items():
         verdict = f"a merge, on the {merge['onto']} weights"
         if merge["faults"]:
