@@ -21,7 +21,7 @@ from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import Base, Folder, LiveModel
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
-EXPORT = "merge by export(merge_adapters=True), which writes half precision and leaves the base as it is"
+EXPORT = "merge by export(merge_adapters=True), which writes 16 bits and leaves the base as it is"
 _THE_BASE = "whether the base is the manifest's, and unchanged"
 _NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
 
@@ -147,7 +147,7 @@ def dtypes(base: Base) -> Finding | None:
 
     return not_measured(
         "whether a preparation left float32",
-        "all is float32, and nothing says that the original was half; if it was: `kbitwrap convert --dtype bfloat16`",
+        "all is float32, and nothing says that the original was 16-bit; if it was: `kbitwrap convert --dtype bfloat16`",
     )
 
 

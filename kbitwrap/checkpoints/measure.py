@@ -58,7 +58,7 @@ _DEVIATIONS_OF_SHARES = 4.0
 TRAINED, ORIGINAL, OTHER = "trained", "original", "other"
 _TOLD_ONTO = {
     TRAINED: "added to the weights that it was trained on",
-    ORIGINAL: "added to the base's own weights, not to the quantized ones that it was trained on",
+    ORIGINAL: "added to the original weights, not to the quantized ones that it was trained on",
 }
 # The faults of what is a merge all the same, where most tensors have them, and what it is called.
 _STILL_MERGES = {

@@ -33,7 +33,7 @@ SUMMARY = (
 )
 HELP = (
     "Rewrite a checkpoint that was saved while prepared, with its original dtypes.\n\n"
-    "A checkpoint that was saved while prepared is float32 where the model was half; 'kbitwrap doctor' says whether "
+    "A checkpoint that was saved while prepared is float32 where the model was 16-bit; 'kbitwrap doctor' says whether "
     "one is. It is read and written one tensor at a time. The dtypes come from --manifest, --like or --dtype, or from "
     "the config of SRC.\n\n"
     "Exit status: 0 written, 1 the checkpoint is not of the manifest's model, 2 bad usage, bad input, or it cannot be "

@@ -78,7 +78,7 @@ def of_head(casts: Casts) -> Warnings:
         return []
     return [
         "head='float32' changes nothing: no output head was found that is an "
-        "unquantized linear layer with a half weight and its own forward, in a model "
+        "unquantized linear layer with a 16-bit weight and its own forward, in a model "
         "whose quantization method permits casts"
     ]
 

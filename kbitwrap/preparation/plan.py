@@ -190,7 +190,7 @@ class Plan(Report):
         lines = [
             f"precision {self.config.precision.value!r}, quantization {self.quantization or 'none'}",
             table(rows),
-            f"peak while preparing {peak}; PEFT's way leaves {cache} in the allocator's cache",
+            f"peak while preparing {peak}; PEFT's function leaves {cache} in the allocator's cache",
             f"beside it, samples of the parameters: {format_bytes(self.sample_bytes)}",
             *few([f"warning: {warning}" for warning in self.warnings]),
         ]

@@ -194,8 +194,8 @@ class UpcastTensor(Tensor):
         parameter = self.parameter
         if parameter.requires_grad and torch.is_grad_enabled():
             raise StateError(
-                f"{self._name} was made trainable, but under precision 'compute' it is a frozen weight stored in half; "
-                "train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
+                f"{self._name} was made trainable, but under precision 'compute' it is a frozen weight stored in 16 "
+                "bits; train a copy (modules_to_save), or prepare with freeze=False or precision 'full'"
             )
         if self._layout is None:
             return parameter

@@ -108,7 +108,7 @@ def test_a_float32_model_is_clean_and_said_to_tell_nothing(capsys: pytest.Captur
     assert result["not_measured"] == [
         "whether it is a merge, and how much of the adapter it holds: give the adapter that was merged (adapter, "
         "--adapter)",
-        "whether a preparation left float32: all is float32, and nothing says that the original was half; if it was: "
+        "whether a preparation left float32: all is float32, and nothing says that the original was 16-bit; if it was: "
         "`kbitwrap convert --dtype bfloat16`",
     ]
 
