@@ -358,7 +358,7 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
         return found if self.prepared in (None, found) else None
 
     def _compare(self, state: TrainerState) -> None:
-        """Raise where the checkpoint to resume was trained on another preparation; warn where it has no record."""
+        """Raise where the checkpoint to resume was trained on another preparation; warn where it does not say."""
         # The state of each callback is saved under the name of its class, or as a list
         # where there are several. The last record counts.
         expected, numerics = None, {}

@@ -134,7 +134,7 @@ def test_a_run_that_nothing_prepared_is_resumed_on_its_base_alone(tmp_path: Path
         with pytest.raises(ManifestMismatchError, match=said) as caught:
             train(model, tmp_path / "other", KbitTrainerCallback(), resumed=checkpoint)
         assert "or not at all where that says 'not prepared'" in str(caught.value)
-    with pytest.raises(ManifestError, match="not prepared: train without a wrapper"):
+    with pytest.raises(ManifestError, match="not prepared: train without the block"):
         KbitPreparedModel.from_manifest(load_base(), checkpoint)
 
 
