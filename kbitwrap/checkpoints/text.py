@@ -29,7 +29,7 @@ from ..export.merge import NO_GAIN
 from ..model.pretrained import load_pretrained, read_config
 from ..model.quantization import keep_kernels_of_training
 from ..preparation.process import empty_cache, plain_mode
-from ..reports import Report, in_one_line, shown, table
+from ..reports import Report, first_of, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter, rewrites_base
 from .base import load_adapted, load_base, named_base
@@ -221,7 +221,13 @@ def compare_merges(
                 raise ExportError(NO_GAIN)
             form = merged
         if form not in (_MODEL, _BASE_MODEL, ORIGINAL):
-            return load_pretrained(form, None, None, device, None, trust)[0]
+            read, missing = load_pretrained(form, None, None, device, None, trust)
+            if missing:
+                raise ConfigError(
+                    f"{form!r} lacks tensors of its model, in whose place loading draws others: "
+                    f"{first_of(sorted(missing))}"
+                )
+            return read
         run: Any = (record, quantization, dtype)
         if form == ORIGINAL:
             run = run_on_original(quantization, record, dtype)

@@ -346,9 +346,17 @@ def not_a_number(model: Any) -> None:
     model.lm_head.weight.data[3] = torch.nan
 
 
+def without_a_tensor(model: Any) -> None:
+    del model.model.layers[1].mlp.down_proj.weight
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [(with_fewer_tokens, "its vocabulary has 200 tokens|it predicts 200 tokens"), (not_a_number, "is not finite")],
+    [
+        (with_fewer_tokens, "its vocabulary has 200 tokens|it predicts 200 tokens"),
+        (not_a_number, "is not finite"),
+        (without_a_tensor, r"merged' lacks tensors of its model, .*: model\.layers\.1\.mlp\.down_proj\.weight"),
+    ],
 )
 def test_a_merge_that_predicts_nothing_to_compare_is_refused(
     damage: Callable[[Any], None], said: str, run: TextRun, tmp_path: Path
@@ -536,6 +544,30 @@ def test_doctor_says_what_a_merge_keeps_on_a_text(
     assert text["samples"] == 2
     assert {*text} == {"loss", "gain_kept", "divergence_left", "samples", "standard_error"}
     assert {*text["loss"]} == {"adapter", "merged", "base"}
+
+
+@pytest.mark.parametrize("damage", [not_a_number, without_a_tensor])
+def test_a_damaged_merge_is_a_fault_with_a_text_as_without(
+    damage: Callable[[Any], None], run: TextRun, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = run.reload()
+    damage(model)
+    model.save_pretrained(tmp_path / "merged")
+    options = ["--base", str(run.base), "--adapter", str(run.adapter), "--device", "cpu"]
+    assert main(["doctor", str(tmp_path / "merged"), *options]) == 1
+    without, _ = capsys.readouterr()
+    assert main(["doctor", str(tmp_path / "merged"), *options, "--text", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = [line for line in lines if line.startswith(f"not measured on {file}: ")]
+    assert {*lines} - {said} == {*without.splitlines()}
+
+
+def test_a_model_of_tied_weights_is_measured_without_its_second_name(run: TextRun, tmp_path: Path) -> None:
+    model = run.reload()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "merged")
+    assert compare_merges(run.adapter, run.texts[:3], base=run.base, forms=[tmp_path / "merged"], device="cpu").merges
 
 
 def test_pefts_merge_in_4_bits_is_called_what_it_is_with_what_it_costs(
