@@ -152,7 +152,7 @@ def command(
     if out is None and push_to_hub is not None:
         raise InputError("--push-to-hub uploads what --out writes: add --out")
     if push_to_hub is not None:
-        from huggingface_hub.utils import validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
         try:
             validate_repo_id(push_to_hub)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -20,6 +21,8 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -229,6 +232,21 @@ def test_a_merge_that_lost_the_adapter_is_not_recommended_and_the_table_says_wha
     assert ", as the adapter model (" in said
     assert "beside the adapter model" in str(found.merges[str(tmp_path / "base")])
     assert json.loads(json.dumps(found.to_dict()))["merges"]["half"]["gain_kept"] == found.merges["half"].gain_kept
+
+
+def test_a_folder_is_not_taken_for_a_form_of_its_name_nor_for_a_larger_one(
+    run: TextRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"base": run.base, "device": "cpu"}
+    run.load().save_pretrained(tmp_path / "half")  # no delta at all
+    merge_checkpoint(run.base, run.adapter, tmp_path / "best", merge_as="quantized", seed=3, device="cpu")
+    monkeypatch.chdir(tmp_path)
+    found = compare_merges(run.adapter, run.texts, forms=[Path("half"), "best", "quantized"], seed=6, **options)
+    assert [*found.merges] == ["./half", "best", "quantized"]
+    assert found.merges["./half"].gain_kept < 0.5
+    assert found.recommended == "quantized"
+    assert found.reason.startswith("best's loss is the lowest")
+    assert found.reason.endswith("within two standard errors of it, and is on the base that was trained")
 
 
 def test_where_the_adapter_gains_nothing_no_form_is_recommended(run: TextRun) -> None:
@@ -489,6 +507,30 @@ def test_messages_without_a_chat_template_are_refused(run: TextRun, tmp_path: Pa
     (base / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match=r"the tokenizer in '.*base' has no chat template: give 'text'"):
         compare_merges(run.adapter, [[{"role": "user", "content": "some"}]] * 2, base=base)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_that_sees_the_tokens_that_it_predicts_is_refused(is_decoder: bool, tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    config.initializer_range, config.is_decoder = 0.3, is_decoder
+    torch.manual_seed(0)
+    model = BertLMHeadModel(config)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(target_modules=["query"], task_type="CAUSAL_LM")).save_pretrained(tmp_path / "a")
+    options: dict[str, Any] = {"base": tmp_path / "base", "quantization_config": False, "device": "cpu"}
+    refused = pytest.raises(ConfigError, match="found BertLMHeadModel, whose predictions change with the tokens after")
+    with contextlib.nullcontext() if is_decoder else refused:
+        compare_merges(tmp_path / "a", TEXTS, forms=["original"], **options)
+
+
+def test_a_model_that_cannot_compute_with_the_texts_is_refused(run: TextRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("expected scalar type Float")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", refuse)
+    with pytest.raises(ConfigError, match="adapter model: it does not compute with the texts: expected scalar type"):
+        compare_merges(run.adapter, run.texts[:3], base=run.base, device="cpu")
 
 
 def test_a_model_that_predicts_no_next_token_is_refused(tmp_path: Path) -> None:
