@@ -28,8 +28,9 @@ from ..export.forms import FORMS, HALF, QUANTIZED
 from ..export.merge import NO_GAIN
 from ..model.pretrained import load_pretrained, read_config
 from ..model.quantization import keep_kernels_of_training
+from ..model.wrappers import unwrap
 from ..preparation.process import empty_cache, plain_mode
-from ..reports import Report, in_one_line, shown, table
+from ..reports import Report, first_of, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter, rewrites_base
 from .base import load_adapted, load_base, named_base
@@ -45,6 +46,7 @@ _MOST = 512  # tokens of a text
 _PIECE = re.compile(r"(?s).{1,2048}")  # of plain text
 _MOST_KEPT = 1024  # tokens whose log-probabilities are kept at each place
 _NOTHING = 1e-12  # the least probability that all others have together
+_ROUNDING = 0.01  # the most that rounding changes predictions, as a divergence
 _ERRORS = 2  # standard errors within which two figures are not told apart
 
 _NO_GAIN = (
@@ -112,9 +114,10 @@ class MergeComparison(Report):
     Attributes:
         merges: The measure of each merge: by its form, or by the path of its folder.
         recommended: The merge to take: the one that keeps most of the gain, or the
-            smallest of those whose losses are within two standard errors of it, each
-            compared with it text by text; of two of a size the one on the base that was
-            trained. ``""`` where the adapter gains nothing on the texts.
+            smallest form whose loss is within two standard errors of it, compared with it
+            text by text; of two of a size the one on the base that was trained. A folder
+            is taken where no form is within them. ``""`` where the adapter gains nothing
+            on the texts.
         reason: Why it is that one, or none.
         notes: Why other forms were not measured.
     """
@@ -206,6 +209,10 @@ def compare_merges(
     trust = merging.get("trust_remote_code", False)
     quantization = find_quantization(base, given, record, saved, trust)
     folders = [form for form in forms if form not in _FORMS]
+    names = []
+    for form in forms:
+        is_path = isinstance(form, os.PathLike) and os.fspath(form) in _FORMS
+        names.append(os.path.join(os.curdir, form) if is_path else os.fspath(form))
     rows = _tokenize(texts, samples, [*folders, saved.folder, base], trust)
     config = read_config(base, trust).get_text_config()
     num_virtual = saved.config.get("num_virtual_tokens") or 0
@@ -221,7 +228,13 @@ def compare_merges(
                 raise ExportError(NO_GAIN)
             form = merged
         if form not in (_MODEL, _BASE_MODEL, ORIGINAL):
-            return load_pretrained(form, None, None, device, None, trust)[0]
+            read, missing = load_pretrained(form, None, None, device, None, trust)
+            if missing:
+                raise ConfigError(
+                    f"{form!r} lacks tensors of its model, in whose place loading draws others: "
+                    f"{first_of(sorted(missing))}"
+                )
+            return read
         run: Any = (record, quantization, dtype)
         if form == ORIGINAL:
             run = run_on_original(quantization, record, dtype)
@@ -248,7 +261,7 @@ def compare_merges(
         tempfile.TemporaryDirectory(prefix="kbitwrap-") as place,
     ):
         warnings.simplefilter("ignore", UserWarning)  # the report's notes have them
-        for form in (*begin, *map(str, forms)):
+        for form in (*begin, *names):
             try:
                 model = load(form, os.path.join(place, _MERGED))
                 name = _BASE if form == _BASE_MODEL else form
@@ -359,10 +372,9 @@ def _predict(
 
     What the first model predicts is kept in the folder.
     """
+    expected_kind = f"expected a model that predicts the next token, found {type(unwrap(model)[0]).__name__}"
     if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ConfigError(
-            f"expected a model that predicts the next token, found {type(model).__name__}"
-        )
+        raise ConfigError(expected_kind)
     largest = max(int(row.max()) for row in rows)
     vocab_size = getattr(model.config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and largest >= vocab_size:
@@ -371,15 +383,33 @@ def _predict(
             "tokenizer, and the vocabulary, that was trained with"
         )
     keep_kernels_of_training(model)
+
+    def predict(ids: Tensor) -> Tensor:
+        try:
+            logits = model(input_ids=ids[None], use_cache=False).logits
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of any model's own code
+            raise ConfigError(
+                f"{name}: it does not compute with the texts: {in_one_line(error)}"
+            ) from error
+        # virtual tokens of a prompt, which PEFT puts first, have logits too
+        found: Tensor = logits[0, -len(ids) :].double().log_softmax(-1)
+        return found
+
     figures = []
     for number, tokens in enumerate(rows):
         if told is not None:
             told(f"{name}: {number} of {len(rows)} texts")
         ids = tokens.to(model.device)
-        logits = model(input_ids=ids[None], use_cache=False).logits
-        # virtual tokens of a prompt, which PEFT puts first, have logits too
-        found = logits[0, -len(ids) : -1].double().log_softmax(-1)
+        found = predict(ids)[:-1]
         path = Path(place, f"{number}.pt")
+        if number == 0 and not path.exists():
+            off = found - predict(ids[:-1])
+            if float((found.exp() * off).sum(-1).mean()) > _ROUNDING:
+                raise ConfigError(
+                    f"{expected_kind}, whose predictions change with the tokens after them"
+                )
         if not path.exists():
             likely = found.topk(min(_MOST_KEPT, found.shape[-1])).indices
             torch.save((likely, _gather(found, likely)), path)
@@ -457,7 +487,9 @@ def _recommend(measured: Mapping[str, Tensor]) -> tuple[str, str]:
             best,
             f"its loss is the lowest; within two standard errors of it: {', '.join(alike)}",
         )
-    better = "is on the base that was trained" if chosen == HALF else "is smaller"
+    better = "is on the base that was trained"
+    if chosen != HALF and best in _FORMS:  # a folder's size is not known
+        better = "is smaller"
     return (
         chosen,
         f"{best}'s loss is the lowest, but {chosen} is within two standard errors of it, and {better}",

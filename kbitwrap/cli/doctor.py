@@ -21,6 +21,7 @@ from .console import (
     InputError,
     Result,
     checked_device,
+    first_line,
     printable,
     say,
     show_result,
@@ -158,20 +159,23 @@ def command(
         if adapter is not None and base is None:
             base = named_base(read_adapter(adapter))
             say(f"note: the base is {base!r}, which the config of the adapter names")
-        measured = None
+        measured = damage = None
         if text is not None and adapter is not None:
-            comparison = compare_merges(
-                adapter,
-                text,
-                base=base,
-                forms=[path.resolve()],
-                samples=samples,
-                progress=doing.now,
-                quantization_config=quantization_in_training(quant, None),
-                device=checked_device(device),
-                trust_remote_code=trust_remote_code,
-            )
-            measured = comparison.merges[str(path.resolve())]
+            try:
+                comparison = compare_merges(
+                    adapter,
+                    text,
+                    base=base,
+                    forms=[path.resolve()],
+                    samples=samples,
+                    progress=doing.now,
+                    quantization_config=quantization_in_training(quant, None),
+                    device=checked_device(device),
+                    trust_remote_code=trust_remote_code,
+                )
+                measured = comparison.merges[str(path.resolve())]
+            except ConfigError as error:
+                damage = error
         report = doctor(
             path,
             base=base,
@@ -181,6 +185,8 @@ def command(
             trust_remote_code=trust_remote_code,
             progress=tell,
         )
+        if damage is not None and not report:  # else the report names it
+            raise damage
         manifest = saved_manifest(path)
         checkpoint = None
         # the report names what is damaged
@@ -193,6 +199,8 @@ def command(
     if measured is not None:
         result["text"] = measured.to_dict()
         parts.insert(1, str(measured))
+    if damage is not None:
+        parts.append(printable(f"not measured on {text}: {first_line(damage)}"))
     parts += _checks(report)
     if checkpoint is not None:
         result["checkpoint"] = checkpoint.to_dict()

@@ -151,6 +151,13 @@ def command(
         raise InputError("--compare takes an ADAPTER, and with --json no --out")
     if out is None and push_to_hub is not None:
         raise InputError("--push-to-hub uploads what --out writes: add --out")
+    if push_to_hub is not None:
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(push_to_hub)
+        except ValueError as error:
+            raise InputError(f"--push-to-hub: {first_line(error)}") from error
     options: dict[str, Any] = {
         "manifest": manifest,
         "quantization_config": quantization_in_training(quant, dtype),

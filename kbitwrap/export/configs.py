@@ -64,7 +64,8 @@ def _base_fields(live: Any, source: Any, name: str) -> _Fields | None:
 
     if own is None or before is None:
         return None
-    if _USE_CACHE in before:  # a Trainer turns it off
+    after.pop(_USE_CACHE, None)  # a Trainer turns it off, or adds it
+    if _USE_CACHE in before:
         after[_USE_CACHE] = before[_USE_CACHE]
     try:
         fields = _changed(own, before, after, _DTYPES & own.keys() or _DTYPES)

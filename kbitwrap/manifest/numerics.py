@@ -127,8 +127,9 @@ class _ReadOnly(TorchDispatchMode):
 def _as_it_is(tree: ModelTree) -> Iterator[None]:
     """Put back what a forward in another mode changes: random numbers, modes, and what it leaves on layers.
 
-    Hooks are off meanwhile: they are others'. Children and parameters that the forward
-    replaces are those from before again.
+    Hooks are off meanwhile: they are others'. Children, parameters and attributes that
+    the forward sets are those from before again; transformers notes in one that its
+    hooks are there.
     """
     biases = []
     for tensor in tree.all_tensors:
@@ -138,12 +139,13 @@ def _as_it_is(tree: ModelTree) -> Iterator[None]:
     modules = [node.module for node in tree.modules]
     members: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in modules:
-        for place in (module._modules, module._parameters):
+        for place in (module._modules, module._parameters, vars(module)):
             members.append((place, dict(place)))
 
     def put_back() -> None:
         for place, found in members:
-            place.clear()
+            for name in place.keys() - found.keys():
+                del place[name]
             place.update(found)
         for parameter, data in biases:
             parameter.data = data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -20,6 +21,8 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -233,6 +236,21 @@ def test_a_merge_that_lost_the_adapter_is_not_recommended_and_the_table_says_wha
     assert json.loads(json.dumps(found.to_dict()))["merges"]["half"]["gain_kept"] == found.merges["half"].gain_kept
 
 
+def test_a_folder_is_not_taken_for_a_form_of_its_name_nor_for_a_larger_one(
+    run: TextRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"base": run.base, "device": "cpu"}
+    run.load().save_pretrained(tmp_path / "half")  # no delta at all
+    merge_checkpoint(run.base, run.adapter, tmp_path / "best", merge_as="quantized", seed=3, device="cpu")
+    monkeypatch.chdir(tmp_path)
+    found = compare_merges(run.adapter, run.texts, forms=[Path("half"), "best", "quantized"], seed=6, **options)
+    assert [*found.merges] == ["./half", "best", "quantized"]
+    assert found.merges["./half"].gain_kept < 0.5
+    assert found.recommended == "quantized"
+    assert found.reason.startswith("best's loss is the lowest")
+    assert found.reason.endswith("within two standard errors of it, and is on the base that was trained")
+
+
 def test_where_the_adapter_gains_nothing_no_form_is_recommended(run: TextRun) -> None:
     texts = ["\x01\x02 what nobody trains on %d" % number * 4 for number in range(4)]  # noqa: UP031
     found = compare_merges(run.adapter, texts, base=run.base, forms=["half", "original"], device="cpu")
@@ -348,9 +366,17 @@ def not_a_number(model: Any) -> None:
     model.lm_head.weight.data[3] = torch.nan
 
 
+def without_a_tensor(model: Any) -> None:
+    del model.model.layers[1].mlp.down_proj.weight
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [(with_fewer_tokens, "its vocabulary has 200 tokens|it predicts 200 tokens"), (not_a_number, "is not finite")],
+    [
+        (with_fewer_tokens, "its vocabulary has 200 tokens|it predicts 200 tokens"),
+        (not_a_number, "is not finite"),
+        (without_a_tensor, r"merged' lacks tensors of its model, .*: model\.layers\.1\.mlp\.down_proj\.weight"),
+    ],
 )
 def test_a_merge_that_predicts_nothing_to_compare_is_refused(
     damage: Callable[[Any], None], said: str, run: TextRun, tmp_path: Path
@@ -485,6 +511,30 @@ def test_messages_without_a_chat_template_are_refused(run: TextRun, tmp_path: Pa
         compare_merges(run.adapter, [[{"role": "user", "content": "some"}]] * 2, base=base)
 
 
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_that_sees_the_tokens_that_it_predicts_is_refused(is_decoder: bool, tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    config.initializer_range, config.is_decoder = 0.3, is_decoder
+    torch.manual_seed(0)
+    model = BertLMHeadModel(config)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(target_modules=["query"], task_type="CAUSAL_LM")).save_pretrained(tmp_path / "a")
+    options: dict[str, Any] = {"base": tmp_path / "base", "quantization_config": False, "device": "cpu"}
+    refused = pytest.raises(ConfigError, match="found BertLMHeadModel, whose predictions change with the tokens after")
+    with contextlib.nullcontext() if is_decoder else refused:
+        compare_merges(tmp_path / "a", TEXTS, forms=["original"], **options)
+
+
+def test_a_model_that_cannot_compute_with_the_texts_is_refused(run: TextRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("expected scalar type Float")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", refuse)
+    with pytest.raises(ConfigError, match="adapter model: it does not compute with the texts: expected scalar type"):
+        compare_merges(run.adapter, run.texts[:3], base=run.base, device="cpu")
+
+
 def test_a_model_that_predicts_no_next_token_is_refused(tmp_path: Path) -> None:
     config = T5Config(vocab_size=256, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
     model = T5ForConditionalGeneration(config).bfloat16()
@@ -539,6 +589,30 @@ def test_doctor_says_what_a_merge_keeps_on_a_text(
     assert text["samples"] == 2
     assert {*text} == {"loss", "gain_kept", "divergence_left", "samples", "standard_error"}
     assert {*text["loss"]} == {"adapter", "merged", "base"}
+
+
+@pytest.mark.parametrize("damage", [not_a_number, without_a_tensor])
+def test_a_damaged_merge_is_a_fault_with_a_text_as_without(
+    damage: Callable[[Any], None], run: TextRun, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = run.reload()
+    damage(model)
+    model.save_pretrained(tmp_path / "merged")
+    options = ["--base", str(run.base), "--adapter", str(run.adapter), "--device", "cpu"]
+    assert main(["doctor", str(tmp_path / "merged"), *options]) == 1
+    without, _ = capsys.readouterr()
+    assert main(["doctor", str(tmp_path / "merged"), *options, "--text", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = [line for line in lines if line.startswith(f"not measured on {file}: ")]
+    assert {*lines} - {said} == {*without.splitlines()}
+
+
+def test_a_model_of_tied_weights_is_measured_without_its_second_name(run: TextRun, tmp_path: Path) -> None:
+    model = run.reload()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "merged")
+    assert compare_merges(run.adapter, run.texts[:3], base=run.base, forms=[tmp_path / "merged"], device="cpu").merges
 
 
 def test_pefts_merge_in_4_bits_is_called_what_it_is_with_what_it_costs(

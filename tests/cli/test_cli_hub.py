@@ -128,6 +128,18 @@ def test_a_merge_is_uploaded_after_it_is_written(
     ]
 
 
+@pytest.mark.parametrize("name", ["", "a/b/c", "me/--merged", "me/merged.git"])
+def test_a_name_that_no_repository_can_have_is_refused_before_the_merge(
+    name: str, uploads: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, "merge", ADAPTER, "--out", tmp_path / "out", "--push-to-hub", name, *QUANT)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "--push-to-hub" in err
+    assert f"'{name}'" in err
+    assert uploads == []
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_upload_that_fails_leaves_the_merge(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

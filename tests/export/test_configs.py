@@ -67,6 +67,18 @@ def test_what_is_written_has_the_configs_of_the_base(name: str, figures: Clients
         assert (tmp_path / "live" / file).read_bytes() == (tmp_path / "merged" / file).read_bytes()
 
 
+@pytest.mark.parametrize("name", ["llama", "llava", "bert"])
+def test_the_cache_that_a_trainer_turns_off_is_as_the_base_has_it(name: str, tmp_path: Path) -> None:
+    model = zoo.load(name, "nf4")
+    model.config.use_cache = False  # which not every config has
+    with KbitPreparedModel(model) as prepared:
+        adapter = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+        prepared.export(tmp_path / "merged", model=adapter, merge_adapters=True)
+    written, of_base = read(tmp_path / "merged"), read(zoo.checkpoint(name))
+    assert written.keys() == of_base.keys()
+    assert written.get("use_cache") == of_base.get("use_cache")
+
+
 def test_a_field_without_a_name_is_no_obstacle(tmp_path: Path) -> None:
     zoo.load("llama", quantization_config=None).save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text('{"": 1, "eos_token_id": 2}')

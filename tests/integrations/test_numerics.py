@@ -191,7 +191,7 @@ def run(name: str, quant: str | None, folder: Path, callback: KbitTrainerCallbac
 
 
 @pytest.mark.parametrize("quant", ["nf4", "int8", None])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit", "mixtral"])
 def test_training_with_the_callback_is_that_without_bit_for_bit(name: str, quant: str | None, tmp_path: Path) -> None:
     alone, with_it = (run(name, quant, tmp_path, callback) for callback in (None, KbitTrainerCallback()))
     assert len(set(alone[0])) == NUM_STEPS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import io
 import linecache
 import sys
@@ -55,10 +57,17 @@ def line(frame: Any, event: str, _: object) -> bool:
     """A line of the package is to run.
 
     Lines of ``with`` and of ``try`` are passed over: CPython reports the first before it calls ``__exit__``, too, and
-    the second is outside of the with-block around it. It looks for no signal there.
+    the second is outside of the with-block around it. It looks for no signal there. So is a jump back within a line,
+    as of a comprehension: from 3.12 on, what is raised there passes every ``except`` and ``__exit__`` of its function.
     """
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return event == "line" and not text.lstrip().startswith(("with ", "try:"))
+    is_caught = sys.version_info < (3, 12) or frame.f_lasti in _starts_of_lines(frame.f_code)
+    return event == "line" and is_caught and not text.lstrip().startswith(("with ", "try:"))
+
+
+@functools.cache
+def _starts_of_lines(code: types.CodeType) -> set[int]:
+    return {offset for offset, _ in dis.findlinestarts(code)}
 
 
 def primitive(frame: Any, event: str, function: Any) -> bool:
