@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import ExportError
 from ..model.bitsandbytes_layers import (
-    STATISTICS,
     Rows,
     codes_of,
+    copy_statistics,
     dequantized_dtype,
     dequantizer,
     quantized_layer,
@@ -480,7 +480,5 @@ class MergedModule:
             return torch.cat(rounded).view(weight.dtype).view(weight.shape)
 
         made = LazyTensor(stored.shape, stored.dtype, compute, is_own=True)
-        for name in STATISTICS:
-            if name in vars(stored):
-                vars(made)[name] = vars(stored)[name]
+        copy_statistics(stored, made)
         return made
