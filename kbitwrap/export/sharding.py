@@ -351,13 +351,12 @@ class Gathering:
         """
         if not self.is_sharded:
             yield from values
-        elif distributed.get_rank() == 0:
-            yield from self._lead(values)
-        else:
-            self._follow()
+            return
 
-    def _lead(self, values: Iterator[T]) -> Iterator[T]:
-        """Hand out values, whose sharded tensors are gathered by `_read`, and tell how it ended."""
+        if distributed.get_rank():
+            self._follow()
+            return
+
         failure = None
         try:
             yield from values
