@@ -172,8 +172,7 @@ class Gathering:
         """Return the whole of a parameter, on rank 0, which lets the others gather it too."""
         with self._together(self._tensors[index].fqn):
             _from_rank_0(index)
-            gathered: Tensor = self._gather(index)
-            return gathered
+            return self._gather(index)  # type: ignore[no-any-return]
 
     def _add(self, tensor: NamedTensor, shape: torch.Size | None) -> int:
         """Add a parameter to those that can be gathered, and return its number.
