@@ -162,10 +162,6 @@ class Differences(Report):
     def __bool__(self) -> bool:
         return bool(self.different or self.missing or self.unexpected)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the differences as plain values, ready for JSON; other values are written as text."""
-        return json.loads(json.dumps(vars(self), default=str))  # type: ignore[no-any-return]
-
     def lines(self) -> list[str]:
         """Write the differences as text, one line each."""
         lines = []

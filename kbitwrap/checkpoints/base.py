@@ -11,7 +11,7 @@ import copy
 import operator
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 from ..config import StrPath
 from ..errors import ConfigError
 from ..manifest.manifest import NOT_PREPARED, Manifest
-from ..manifest.pending import BaseCheck
+from ..manifest.pending import begin_check
 from ..model.bitsandbytes_layers import is_pending
 from ..model.pretrained import (
     classes_of,
@@ -71,7 +71,7 @@ class TrainedBase:
         model: The model.
         unknown: By the name of a parameter, the row from which on the files do not hold
             it, and it is NaN.
-        check: Its comparison with the manifest, which is not finished.
+        check: The call that finishes its comparison with the manifest; ``None`` without one.
         unexpected: The tensors in its files that the class does not build, such as a
             block for the prediction of several tokens, by name.
     """
@@ -79,7 +79,7 @@ class TrainedBase:
     source: str
     model: Any
     unknown: Mapping[str, int]
-    check: BaseCheck | None
+    check: Callable[[], None] | None
     unexpected: Mapping[str, StoredTensor]
 
     def finish_check(self) -> None:
@@ -88,7 +88,7 @@ class TrainedBase:
         Raise `ManifestMismatchError` where it differs.
         """
         if self.check is not None:
-            self.check.finish()
+            self.check()
 
 
 def load_base(
@@ -174,7 +174,7 @@ def load_base(
         settings is None or QUANTIZATION not in manifest.unknown
     ):
         residual = [] if saved is None else _rewritten(manifest, saved)
-        check = BaseCheck(manifest, model, [*unknown, *residual])
+        check = begin_check(manifest, model, [*unknown, *residual])
 
     unexpected = _unexpected_tensors(source, model, own_classes)
     return TrainedBase(os.fspath(source), model, unknown, check, unexpected)

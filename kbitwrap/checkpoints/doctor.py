@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..preparation.process import plain_mode
 from . import doctor_base, doctor_merge, doctor_run
 from .adapters import adapter_folder
-from .doctor_report import Checks, DoctorReport, Examination, Finding
+from .doctor_report import Checks, DoctorReport, Finding, Outcome, examine, report
 from .doctor_subjects import (
     Adapter,
     Base,
@@ -120,7 +120,7 @@ def doctor(
     if adapter is not None:
         adapter = adapter_folder(adapter)
     options = DoctorOptions(base, adapter, quant, device, trust_remote_code)
-    examination = Examination()
+    outcomes: list[Outcome] = []
     with plain_mode(), torch.random.fork_rng(devices=[]):  # loading draws numbers
         subjects: Sequence[Subject]
         if isinstance(path_or_model, nn.Module):
@@ -129,15 +129,16 @@ def doctor(
             subjects = read_run(Path(path_or_model), options)
 
         for subject in subjects:
-            examination.make(_CHECKS[type(subject)], subject, subject.where)
+            outcomes += examine(_CHECKS[type(subject)], subject, subject.where)
             for one in subject.adapters:
-                examination.make(_CHECKS[Adapter], one, one.where)
+                outcomes += examine(_CHECKS[Adapter], one, one.where)
             if subject.base is not None:
-                examination.make(_CHECKS[Base], subject.base, subject.where)
+                outcomes += examine(_CHECKS[Base], subject.base, subject.where)
 
         first, newest = subjects[0], subjects[-1]
-        examination.make(_OF_THE_PROCESS, first, "this process")
+        outcomes += examine(_OF_THE_PROCESS, first, "this process")
         if isinstance(newest, Folder):
-            examination.make(_OF_THE_NEWEST_FOLDER, newest, newest.where)
-        merge = doctor_merge.measure(examination, first, progress)
-        return examination.report(first.where, merge)
+            outcomes += examine(_OF_THE_NEWEST_FOLDER, newest, newest.where)
+        merge, found = doctor_merge.measure(first, progress)
+        outcomes += [(name, first.where, one) for name, one in found]
+        return report(first.where, outcomes, merge)

@@ -42,7 +42,6 @@ from .causes import (
 from .doctor_base import EXPORT
 from .doctor_report import (
     FAULT,
-    Examination,
     Finding,
     fault,
     fine,
@@ -71,6 +70,7 @@ _REMEDIES = {
     UNCHANGED: _LOST,
 }
 _Dtypes = list[torch.dtype | None]
+_Found = list[tuple[str, Finding]]  # by the names of the checks
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -213,16 +213,14 @@ def _files_of_base(trained: TrainedBase, path: Path) -> Finding | None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def measure(
-    examination: Examination, subject: Subject, told: Told | None
-) -> MergeMeasure | None:
-    """Measure a merge where its base and its adapter were given, and add what was found."""
-    options, where = subject.options, subject.where
+def measure(subject: Subject, told: Told | None) -> tuple[MergeMeasure | None, _Found]:
+    """Measure a merge where its base and its adapter were given, and say what was found."""
+    options = subject.options
     if options.adapter is None:
-        return None
+        return None, []
 
     if subject.base is None and isinstance(subject, Folder) and subject.damaged:
-        return None  # which is a finding of its own
+        return None, []  # which is a finding of its own
 
     lacking = ""
     if subject.base is None:
@@ -231,44 +229,43 @@ def measure(
         lacking = "give the folder or the name of the base too (base, --base)"
 
     if lacking:
-        examination.add(_NAME, where, not_measured(_WHAT, lacking))
-        return None
+        return None, [(_NAME, not_measured(_WHAT, lacking))]
 
     manifest = saved_manifest(options.adapter)
     try:
         if isinstance(subject, LiveModel):
             merged = walk_merged(subject.tree.model)
         else:
-            merged = read_merged(Path(where), options.trust_remote_code)
+            merged = read_merged(Path(subject.where), options.trust_remote_code)
     except ConfigError as error:
         what = "the merged checkpoint cannot be loaded"
-        examination.add(_NAME, where, fault(what, str(error), _MERGE_AGAIN))
-        return None
+        return None, [(_NAME, fault(what, str(error), _MERGE_AGAIN))]
 
+    outcomes: _Found = []
     try:
-        return _measure(examination, subject, merged, manifest, told)
+        return _measure(subject, merged, manifest, told, outcomes), outcomes
     except ManifestMismatchError as error:
         what = "the base is not the one that the adapter's manifest records"
         remedy = "give the base that was trained on, as it was"
-        examination.add(_NAME, where, fault(what, str(error), remedy))
+        outcomes.append((_NAME, fault(what, str(error), remedy)))
     except ExportError as error:
-        examination.add(_NAME, where, not_measured(_WHAT, str(error)))
+        outcomes.append((_NAME, not_measured(_WHAT, str(error))))
 
-    return None
+    return None, outcomes
 
 
 def _measure(
-    examination: Examination,
     subject: Subject,
     merged: Side,
     manifest: Manifest | None,
     told: Told | None,
+    outcomes: _Found,
 ) -> MergeMeasure:
-    """Measure a merge onto the base as it was quantized in training, in the run's dtype.
+    """Measure a merge onto the base as it was quantized in training, in the run's dtype, and add what is found.
 
     Where nothing records that dtype, it is the one in which the fewest tensors are wrong.
     """
-    options, where = subject.options, subject.where
+    options = subject.options
     trust = options.trust_remote_code
     saved = read_adapter(options.adapter)
     quantization = find_quantization(
@@ -289,7 +286,7 @@ def _measure(
         if quantization.source == FITTED:
             why = f"nothing records the base's quantization, so its weights were taken {assumed}; {_GIVE}"
             usual = f"{_GIVE}; if it is right {assumed}: {_MERGE_AGAIN}"
-            examination.add(_NAME, where, not_measured(QUANTIZATION, why))
+            outcomes.append((_NAME, not_measured(QUANTIZATION, why)))
 
     measures = []
     for dtype in dtypes:
@@ -309,15 +306,15 @@ def _measure(
         before = f"{one.evidence}: " if one.evidence else ""
         told_of = before + first_of(one.fqns)
         remedy = _REMEDIES.get(one.cause, usual)
-        examination.add(_NAME, where, fault(one.cause, told_of, remedy))
+        outcomes.append((_NAME, fault(one.cause, told_of, remedy)))
 
     if not found.faults:
-        examination.add(_NAME, where, fine(str(found)))
+        outcomes.append((_NAME, fine(str(found))))
 
     if isinstance(subject, Folder):
         files = _files_of_base(trained, subject.path)
         if files is not None:
-            examination.add("files of the base", where, files)
+            outcomes.append(("files of the base", files))
 
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,41 +97,33 @@ class DoctorReport(Report):
         return f"findings: {len(self.findings)}, not measured: {len(self.not_measured)}, {shown(self.subject)}"
 
 
-class Examination:
-    """Makes checks, one after the other, and keeps their outcomes for the report."""
+Outcome = tuple[str, str, Finding]
+"""The name of a check, the place of its subject, and what it found."""
 
-    def __init__(self) -> None:
-        self._outcomes: list[tuple[str, Finding]] = []  # by the names of the checks
 
-    def make(self, checks: Checks, subject: Any, where: str) -> None:
-        """Make the checks of a subject."""
-        for name, check in checks.items():
-            found = check(subject)
-            if found is not None:
-                self.add(name, where, found)
+def examine(checks: Checks, subject: Any, where: str) -> list[Outcome]:
+    """Make the checks of a subject."""
+    found = [(name, where, check(subject)) for name, check in checks.items()]
+    return [(name, where, one) for name, where, one in found if one is not None]
 
-    def add(self, name: str, where: str, found: Finding) -> None:
-        """Add the outcome of one check."""
-        self._outcomes.append((name, dataclasses.replace(found, where=where)))
 
-    def report(self, subject: str, merge: MergeMeasure | None) -> DoctorReport:
-        """Report the checks that were made, and the merge that was measured."""
-        findings = []
-        lacking: dict[
-            str, None
-        ] = {}  # each once: the checkpoints of a run lack the same
-        looked_at = []
-        for name, found in self._outcomes:
-            evidence = found.evidence
-            if found.outcome == FAULT:
-                findings.append(found)
-                evidence = found.what
-            elif found.outcome == NOT_MEASURED:
-                lacking[f"{found.what}: {evidence}"] = None
-            looked_at.append(
-                Finding(name, found.where, evidence, outcome=found.outcome)
-            )
+def report(
+    subject: str, outcomes: Iterable[Outcome], merge: MergeMeasure | None
+) -> DoctorReport:
+    """Report the checks that were made, and the merge that was measured."""
+    findings = []
+    # each once: the checkpoints of a run lack the same
+    lacking: dict[str, None] = {}
+    looked_at = []
+    for name, where, found in outcomes:
+        evidence = found.evidence
+        if found.outcome == FAULT:
+            findings.append(dataclasses.replace(found, where=where))
+            evidence = found.what
+        elif found.outcome == NOT_MEASURED:
+            lacking[f"{found.what}: {evidence}"] = None
+        looked_at.append(Finding(name, where, evidence, outcome=found.outcome))
 
-        return DoctorReport(
-            subject, tuple(findings), tuple(lacking), tuple(looked_at), merge
-        )
+    return DoctorReport(
+        subject, tuple(findings), tuple(lacking), tuple(looked_at), merge
+    )

@@ -32,7 +32,7 @@ from ..model.wrappers import unwrap
 from ..preparation.process import empty_cache, plain_mode
 from ..reports import Report, first_of, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
-from .adapters import read_adapter, rewrites_base
+from .adapters import read_adapter
 from .base import load_adapted, load_base, named_base
 from .base_quantization import find_quantization, run_on_original
 from .measure import ORIGINAL
@@ -249,9 +249,6 @@ def compare_merges(
         trained.finish_check()
         return model if form == _MODEL else model.merge_and_unload()
 
-    # Where the adapter writes into the base, turning it off does not give that back.
-    writes = saved.config.get("bias", "none") != "none" or rewrites_base(saved.config)
-    begin = (_MODEL, _BASE_MODEL) if writes else (_MODEL,)
     measured: dict[str, Tensor] = {}
     notes = []
     with (
@@ -261,15 +258,12 @@ def compare_merges(
         tempfile.TemporaryDirectory(prefix="kbitwrap-") as place,
     ):
         warnings.simplefilter("ignore", UserWarning)  # the report's notes have them
-        for form in (*begin, *names):
+        # An adapter may write into its base: turning it off does not give that back.
+        for form in (_MODEL, _BASE_MODEL, *names):
             try:
                 model = load(form, os.path.join(place, _MERGED))
                 name = _BASE if form == _BASE_MODEL else form
                 measured[form] = _predict(model, name, rows, place, progress)
-                if form == begin[-1] == _MODEL:
-                    with model.disable_adapter():
-                        found = _predict(model, _BASE, rows, place, progress)
-                        measured[_BASE_MODEL] = found
             except (ConfigError, ExportError, OSError, torch.OutOfMemoryError) as error:
                 if form not in _FORMS:
                     raise

@@ -185,8 +185,7 @@ def trained_copy(fqn: str, wrapper: Any, chosen: Chosen) -> nn.Module | None:
         why = "each has a trained copy of the module, which only one can replace"
         raise refusal(fqn, wrapper, why, active)
 
-    trained: nn.Module = copies[active[0]]
-    return trained
+    return copies[active[0]]  # type: ignore[no-any-return]
 
 
 def refuse_unmergeable(fqn: str, wrapper: Any, chosen: Chosen) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import ExportError
 from ..model.bitsandbytes_layers import (
-    STATISTICS,
     Rows,
     codes_of,
+    copy_statistics,
     dequantized_dtype,
     dequantizer,
     quantized_layer,
@@ -193,8 +193,7 @@ def _adapted(
     for layer in layers:
         adapted = lay_over(adapted, layer)
 
-    output: Tensor = adapted(probe)
-    return output
+    return adapted(probe)  # type: ignore[no-any-return]
 
 
 def _compare(found: Tensor, expected: Tensor, unadapted: Tensor) -> None:
@@ -480,7 +479,5 @@ class MergedModule:
             return torch.cat(rounded).view(weight.dtype).view(weight.shape)
 
         made = LazyTensor(stored.shape, stored.dtype, compute, is_own=True)
-        for name in STATISTICS:
-            if name in vars(stored):
-                vars(made)[name] = vars(stored)[name]
+        copy_statistics(stored, made)
         return made

@@ -146,6 +146,5 @@ def plain_layer(module: nn.Module, *, as_linear: bool = False) -> nn.Module:
         # Not every library's are of ``nn.Linear``.
         widths = vars(module)["in_features"], vars(module)["out_features"]
         if is_transposed(module) and not as_linear:
-            made: nn.Module = vars(module)["source_cls"](*reversed(widths))
-            return made
+            return vars(module)["source_cls"](*reversed(widths))  # type: ignore[no-any-return]
         return nn.Linear(*widths, module._parameters.get("bias") is not None)

@@ -172,8 +172,7 @@ class Gathering:
         """Return the whole of a parameter, on rank 0, which lets the others gather it too."""
         with self._together(self._tensors[index].fqn):
             _from_rank_0(index)
-            gathered: Tensor = self._gather(index)
-            return gathered
+            return self._gather(index)  # type: ignore[no-any-return]
 
     def _add(self, tensor: NamedTensor, shape: torch.Size | None) -> int:
         """Add a parameter to those that can be gathered, and return its number.
@@ -351,13 +350,12 @@ class Gathering:
         """
         if not self.is_sharded:
             yield from values
-        elif distributed.get_rank() == 0:
-            yield from self._lead(values)
-        else:
-            self._follow()
+            return
 
-    def _lead(self, values: Iterator[T]) -> Iterator[T]:
-        """Hand out values, whose sharded tensors are gathered by `_read`, and tell how it ended."""
+        if distributed.get_rank():
+            self._follow()
+            return
+
         failure = None
         try:
             yield from values

@@ -72,5 +72,4 @@ class LostUpdates:
 
 def _local(tensor: Any) -> Tensor:
     """Return the part of a tensor that is on this rank."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]

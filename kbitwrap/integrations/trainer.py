@@ -375,19 +375,17 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
                 stacklevel=3,
             )
             return
-        if self._manifest is None:
-            found = ManifestDiff({"": {"prepared": (True, False)}})  # expected, found
-        else:
-            found = self._manifest.diff_essence(expected)
-        if not found:
-            self._compare_logits(numerics)
-            self._compare_adapters(numerics.get("adapters", {}), state.global_step)
-            return
+        manifest = self._manifest
+        own = "nothing that is prepared"
+        found = ManifestDiff({"": {"prepared": (True, False)}})  # expected, found
+        if manifest is not None:
+            own = shown(manifest.model.name_or_path)
+            found = manifest.diff_essence(expected)
+            if not found:
+                _compare_numerics(manifest, numerics, state.global_step)
+                return
         base = numerics.get("base") or "another base"
         checkpoint = f"checkpoint-{state.global_step}"
-        own = "nothing that is prepared"
-        if self._manifest is not None:
-            own = shown(self._manifest.model.name_or_path)
         raise ManifestMismatchError(
             f"the checkpoint of step {state.global_step} was trained on {shown(base)}, and this run has {own}; what "
             f"differs: {found.summary()}. No step was taken. Load the base of the checkpoint, and prepare it with "
@@ -395,38 +393,6 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             f"says 'not prepared'; or train without resuming. 'kbitwrap doctor {checkpoint} --base BASE' names each "
             "tensor",
             **vars(found),
-        )
-
-    def _compare_adapters(self, recorded: Mapping[str, list[str]], step: int) -> None:
-        """Warn where PEFT loaded the adapters in another dtype than that in which they were trained."""
-        for name, one in (
-            {} if self._manifest is None else self._manifest.adapters
-        ).items():
-            before, now = recorded.get(name), [*one.dtypes]
-            if before in (None, now):
-                continue
-            warnings.warn(
-                f"the adapter {name!r} was {' and '.join(before)} at step {step}, and is {' and '.join(now)} now: "
-                "losses will differ in the last digits; resume inside prepared_trainer(trainer, "
-                f"adapter_dtype={before[0]!r})",
-                UserWarning,
-                stacklevel=4,
-            )
-
-    def _compare_logits(self, numerics: Mapping[str, Any]) -> None:
-        """Warn where the base, which is the recorded one, computed other logits in the first run."""
-        recorded = numerics.get("logits")
-        found = None if self._manifest is None else self._manifest.logits
-        if None in (recorded, found) or recorded == found:
-            return
-        cause = "no library's version changed: the device, its kernels or threads, or the dtype of the run is another"
-        changed = changed_versions(numerics.get("versions", {}))
-        if changed:
-            cause = f"since then {', '.join(changed)}"
-        warnings.warn(
-            f"the base has the same bytes as in the first run, and computes other logits: {cause}; training goes on",
-            UserWarning,
-            stacklevel=4,
         )
 
 
@@ -553,6 +519,34 @@ def prepared_trainer(trainer: Trainer, **fields: Any) -> Iterator[KbitPreparedMo
             patch = mock.patch.object(trainer, "create_optimizer", create_optimizer)
             stack.enter_context(patch)
         yield prepared
+
+
+def _compare_numerics(
+    manifest: Manifest, recorded: Mapping[str, Any], step: int
+) -> None:
+    """Warn where the recorded base computed other logits, or adapters were trained in another dtype than PEFT loads."""
+    logits = recorded.get("logits"), manifest.logits
+    if None not in logits and logits[0] != logits[1]:
+        cause = "no library's version changed: the device, its kernels or threads, or the dtype of the run is another"
+        changed = changed_versions(recorded.get("versions", {}))
+        if changed:
+            cause = f"since then {', '.join(changed)}"
+        warnings.warn(
+            f"the base has the same bytes as in the first run, and computes other logits: {cause}; training goes on",
+            UserWarning,
+            stacklevel=4,
+        )
+    dtypes = recorded.get("adapters", {})
+    for name, one in manifest.adapters.items():
+        before, now = dtypes.get(name), [*one.dtypes]
+        if before not in (None, now):
+            warnings.warn(
+                f"the adapter {name!r} was {' and '.join(before)} at step {step}, and is {' and '.join(now)} now: "
+                "losses will differ in the last digits; resume inside prepared_trainer(trainer, "
+                f"adapter_dtype={before[0]!r})",
+                UserWarning,
+                stacklevel=4,
+            )
 
 
 def _is_to_be_sharded() -> bool:

@@ -100,14 +100,3 @@ def values_as_loaded(tensors: Mapping[str, TensorRecord]) -> Values:
     return all_values(
         tensors, ("requires_grad", "prepared_dtype", "prepared_requires_grad")
     )
-
-
-def values_for_training(tensors: Mapping[str, TensorRecord]) -> Values:
-    """Return the values that training depends on, in the order in which an essence hashes them."""
-    # `requires_grad` depends on whether the adapter or the preparation came first
-    found = all_values(tensors, ("fqn", "requires_grad", "tied"))
-    for values in found.values():
-        if values["prepared_requires_grad"]:
-            del values["digest"]  # training changes the content
-
-    return found

@@ -33,7 +33,6 @@ from .diff import (
     compare,
     of_whole,
     values_as_loaded,
-    values_for_training,
 )
 from .schema import (
     AdapterRecord,
@@ -399,7 +398,11 @@ class Manifest(Report, ManifestPart):
             ``"prepared"``, which is false.
         """
         digest = hashlib.sha256()
-        for fqn, values in sorted(values_for_training(self.tensors).items()):
+        # `requires_grad` depends on whether the adapter or the preparation came first
+        left_out = ("fqn", "requires_grad", "tied")
+        for fqn, values in sorted(all_values(self.tensors, left_out).items()):
+            if values["prepared_requires_grad"]:
+                del values["digest"]  # training changes the content
             digest.update(json.dumps([fqn, *values.values()]).encode())
 
         exclude = {"config": _OPERATIONAL, "model": {"name_or_path"}}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..edits.base import Attributes
 from ..edits.journal import Call, Journal, Undoing
@@ -31,6 +30,7 @@ from ..preparation.preparation import Preparation
 from ..preparation.process import devices_of, plain_mode
 from ..tensors.bits import content_digest
 from ..tensors.devices import random_state
+from ..tensors.upcast import written_arguments
 from .contents import versions
 from .manifest import VERSIONS, Manifest
 
@@ -112,14 +112,9 @@ class _ReadOnly(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            values = dict(enumerate(args)) | kwargs
-            for number, argument in enumerate(func._schema.arguments):
-                value = values.get(number, values.get(argument.name))
-                is_written = argument.alias_info and argument.alias_info.is_write
-                for one in tree_leaves(value) if is_written else ():
-                    if isinstance(one, torch.Tensor) and key_of(one) in self._memory:
-                        raise RuntimeError(f"{func} writes into a weight")
+        for one in written_arguments(func, args, kwargs):
+            if isinstance(one, torch.Tensor) and key_of(one) in self._memory:
+                raise RuntimeError(f"{func} writes into a weight")
         return func(*args, **kwargs)
 
 

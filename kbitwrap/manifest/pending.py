@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import nn
 
@@ -13,8 +13,10 @@ from .contents import read_contents, records_of_layer
 from .manifest import Manifest
 
 
-class BaseCheck:
-    """A comparison of a base with a manifest that quantizes nothing for itself.
+def begin_check(
+    manifest: Manifest, model: nn.Module, unknown: Collection[str]
+) -> Callable[[], None]:
+    """Begin to compare a base with a manifest, and quantize nothing for that.
 
     Layers that are not pending are compared at once. A pending layer is digested when
     it is quantized for its first reader.
@@ -24,37 +26,31 @@ class BaseCheck:
         model: The base, as it was loaded.
         unknown: The names of tensors that may be others.
 
+    Returns:
+        The call that compares the layers that are pending, those too that nobody has
+            read.
+
     Raises:
-        ManifestMismatchError: A layer that can be compared at once is not the recorded
-            one.
+        ManifestMismatchError: A layer is not the recorded one: at once, or by the call.
     """
+    contents = read_contents(ModelTree(model), None, reads_pending=False)
+    manifest.refuse_other(contents, unknown=unknown)
 
-    def __init__(
-        self, manifest: Manifest, model: nn.Module, unknown: Collection[str]
-    ) -> None:
-        self._manifest = manifest
-        self._unknown = unknown
-        contents = read_contents(ModelTree(model), None, reads_pending=False)
-        manifest.refuse_other(contents, unknown=unknown)
-        self._contents = contents
-        self._layers = {}  # by the names of their weights
-        for path in contents.unread:
-            fqn, layer = join(path, "weight"), model.get_submodule(path)
-            self._layers[fqn] = layer
-            when_quantized(layer, functools.partial(self._note, fqn))
+    def note(fqn: str, layer: nn.Module) -> None:
+        contents.tensors.update(records_of_layer(fqn, layer))
 
-    def _note(self, fqn: str, layer: nn.Module) -> None:
-        self._contents.tensors.update(records_of_layer(fqn, layer))
+    layers = {}  # by the names of their weights
+    for path in contents.unread:
+        fqn, layer = join(path, "weight"), model.get_submodule(path)
+        layers[fqn] = layer
+        when_quantized(layer, functools.partial(note, fqn))
 
-    def finish(self) -> None:
-        """Compare the layers that are pending, those too that nobody has read.
-
-        Raises:
-            ManifestMismatchError: They are not those that were recorded.
-        """
-        for fqn, layer in self._layers.items():
-            if fqn not in self._contents.tensors:
+    def finish() -> None:
+        for fqn, layer in layers.items():
+            if fqn not in contents.tensors:
                 quantized_layer(layer)
-        if self._layers:
-            contents = self._contents._replace(unread=frozenset())
-            self._manifest.refuse_other(contents, unknown=self._unknown)
+        if layers:
+            read = contents._replace(unread=frozenset())
+            manifest.refuse_other(read, unknown=unknown)
+
+    return finish

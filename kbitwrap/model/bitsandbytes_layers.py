@@ -103,9 +103,7 @@ def quantized_layer(module: nn.Module) -> nn.Module:
         classes: Any = type(pending).__mro__
         cls = next(one for one in classes if not issubclass(one, LazyTensor))
         weight: Any = Tensor._make_subclass(cls, pending.compute())
-        for name in STATISTICS:
-            if name in vars(pending):
-                vars(weight)[name] = vars(pending)[name]
+        copy_statistics(pending, weight)
         return _with_weight(module, weight)
 
     if not is_pending(module):
@@ -122,6 +120,13 @@ def quantized_layer(module: nn.Module) -> nn.Module:
     if watcher is not None:
         watcher(layer)
     return layer
+
+
+def copy_statistics(source: Tensor, weight: Tensor) -> None:
+    """Give a weight the statistics that another one has."""
+    for name in STATISTICS:
+        if name in vars(source):
+            vars(weight)[name] = vars(source)[name]
 
 
 def _with_weight(module: nn.Module, weight: Any) -> nn.Module:

@@ -458,8 +458,7 @@ def _build(
     model.hf_quantizer = quantizer if is_quantized else None  # as a loaded model has it
     if is_dequantized:
         setattr(model, DEQUANTIZED_BY, quantizer)
-    built: nn.Module = model.eval()
-    return built
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def _before_loading(

@@ -222,11 +222,6 @@ class ModelTree:
         A model may be a part of another, which ties a weight of its own to the part's: no
         module knows what holds it, but the garbage collector does.
         """
-        own_tables = {id(tensor.module._parameters) for tensor in self.all_tensors}
-        referrers = gc.get_referrers(*parameters)
-        if {id(one) for one in referrers if isinstance(one, dict)} <= own_tables:
-            return []  # it spares a list of every object of the process
-
         own = {id(tensor.module) for tensor in self.all_tensors}
         ids = set(map(id, parameters))
         found = []

@@ -93,8 +93,7 @@ def whole_shape(tensor: Any) -> torch.Size | None:
     """
     if is_flattened(tensor):
         return None
-    shape: torch.Size = tensor.ds_shape if is_partition(tensor) else tensor.shape
-    return shape
+    return tensor.ds_shape if is_partition(tensor) else tensor.shape  # type: ignore[no-any-return]
 
 
 @functools.cache

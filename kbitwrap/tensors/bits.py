@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -271,7 +270,11 @@ def is_dense(tensor: Tensor) -> bool:
 
 def digest_bytes(tensor: Tensor) -> int:
     """Return the most bytes that a digest of a plain tensor holds beside it."""
-    factors, piece = min(tensor.nbytes, 8 * _BLOCK), min(tensor.nbytes, _PIECE)
+    num_whole = tensor.nbytes - tensor.nbytes % (8 * _BLOCK)
+    factors, piece = (
+        min(tensor.nbytes, 8 * _BLOCK),
+        min(num_whole or tensor.nbytes, _PIECE),
+    )
     copied = 0 if tensor.is_contiguous() else tensor.nbytes
     return copied + factors + 2 * piece
 
@@ -354,21 +357,16 @@ def _block_sums(data: Tensor, num_bytes: int) -> Tensor:
     block_length = min(num_bytes // 8, _BLOCK)
     factors = torch.arange(1, block_length + 1, device=data.device) * _GOLDEN
     num_whole = num_bytes - num_bytes % (8 * _BLOCK)
-    bounds = [*range(0, num_whole, _PIECE), num_whole, num_bytes]
-    sums = []
-    # To take new memory for each piece can cost more than the arithmetic.
-    longest = max(_PIECE, 8 * _BLOCK)
-    buffers = factors.new_empty(2, min(num_bytes, longest) // 8)
-    for start, end in itertools.pairwise(bounds):
-        if start == end:
+    sums = [factors[:0]]
+    for piece in (*data[:num_whole].split(_PIECE), data[num_whole:num_bytes]):
+        if not len(piece):
             continue
-        piece = data[start:end]
         words = (piece if is_aligned else piece.clone()).view(torch.int64)
         blocks = words.view(-1, min(len(words), _BLOCK))
-        mixed, shifted = (one[: len(words)].view_as(blocks) for one in buffers)
-        torch.bitwise_xor(blocks, factors[: blocks.shape[1]], out=mixed)
-        mixed ^= torch.bitwise_right_shift(mixed, 32, out=shifted)
+        mixed = blocks ^ factors[: blocks.shape[1]]
+        mixed ^= mixed >> 32
         mixed *= _MURMUR
-        mixed ^= torch.bitwise_right_shift(mixed, 29, out=shifted)
+        mixed ^= mixed >> 29
         sums.append(mixed.sum(1))
-    return torch.cat(sums) if sums else factors
+        del mixed  # its memory is free while the next piece is mixed
+    return torch.cat(sums)

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import itertools
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -57,20 +57,11 @@ class LazyStorage:
         return self._num_bytes
 
 
-class _Mode(threading.local):
-    """The settings of ``keeping_last``, for each thread.
-
-    Attributes:
-        kept: The values kept, of one tensor and its sources; ``None`` keeps none.
-        device: The device to put them on; ``None`` leaves them on that of their
-            sources.
-    """
-
-    kept: dict[LazyTensor, Tensor] | None = None
-    device: torch.device | None = _CPU
-
-
-_mode = _Mode()
+# The settings of ``keeping_last``: the values kept, of one tensor and its sources; ``None``
+# keeps none. And the device to put them on; ``None`` leaves them on that of their sources.
+_values: ContextVar[dict[LazyTensor, Tensor] | None]
+_values = ContextVar("_values", default=None)
+_device: ContextVar[torch.device | None] = ContextVar("_device", default=_CPU)
 
 
 def _kept(only: Sequence[LazyTensor] | None = None) -> dict[LazyTensor, Tensor]:
@@ -78,7 +69,9 @@ def _kept(only: Sequence[LazyTensor] | None = None) -> dict[LazyTensor, Tensor]:
 
     Values that are added outside of ``keeping_last`` go with the dictionary.
     """
-    kept = {} if _mode.kept is None else _mode.kept
+    kept = _values.get()
+    if kept is None:
+        kept = {}
     if only is not None:
         for tensor in kept.keys() - set(only):
             del kept[tensor]
@@ -102,15 +95,13 @@ def keeping_last(
     Yields:
         Nothing.
     """
-    outer_kept = _mode.kept
-    outer_device = _mode.device
-    _mode.kept = {} if kept is None else kept
-    _mode.device = device
+    outer_values = _values.set({} if kept is None else kept)
+    outer_device = _device.set(device)
     try:
         yield
     finally:
-        _mode.kept = outer_kept
-        _mode.device = outer_device
+        _values.reset(outer_values)
+        _device.reset(outer_device)
 
 
 class LazyTensor(Tensor):
@@ -200,8 +191,9 @@ class LazyTensor(Tensor):
         if is_whole:
             _kept(self.lineage)  # before more is computed
         computed = self.compute()
-        if _mode.device is not None:
-            computed = computed.to(_mode.device)
+        device = _device.get()
+        if device is not None:
+            computed = computed.to(device)
         if computed.shape != self.shape or computed.dtype != self.dtype:
             raise RuntimeError(
                 f"a lazy tensor of shape {tuple(self.shape)} and dtype {self.dtype} was computed with shape "
