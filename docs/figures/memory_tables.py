@@ -19,7 +19,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from kbitwrap import Plan, Precision, StepMemory, predict_step
+from kbitwrap import Plan, Precision, StepMemory, build_plan, predict_step
+from kbitwrap.foresight.loading import events_of, loading_of
+from kbitwrap.foresight.reserved import Prepared, casts_of, plan_of_peft
+from kbitwrap.model.pretrained import meta_model
+from kbitwrap.model.tree import ModelTree
 from sections import DOCS, markdown_table, replace_section
 
 _LLAMA_SHAPED = {
@@ -66,11 +70,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
 @functools.cache
 def plan(name: str, precision: Precision) -> Plan:
     """Plan for a model of `CONFIGS` in nf4 and bfloat16."""
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    return Plan.for_pretrained(CONFIGS[name], quantization, "bfloat16", precision=precision)
+    return Plan.for_pretrained(CONFIGS[name], NF4, "bfloat16", precision=precision)
 
 
 def added_table() -> str:
@@ -95,12 +101,15 @@ def role_table() -> str:
 
 
 def peak_table() -> str:
-    """What `"full"` adds, its peak, and what PEFT's way leaves in the cache and so reserves, by model."""
-    rows = [["model", "stays", "peak", "PEFT's way: left in the cache", "PEFT's way: reserved"]]
+    """What `"full"` adds, its peak, and what PEFT's way leaves in the cache and the allocator reserves, by model."""
+    rows = [["model", "stays", "peak", "PEFT's way: left in the cache", "reserved before", "and after PEFT's way"]]
     for name in CONFIGS:
-        full = plan(name, Precision.FULL)
-        reserved = full.added_bytes + full.cache_bytes
-        rows.append([name, *map(_mib, (full.added_bytes, full.peak_bytes, full.cache_bytes, reserved))])
+        model = meta_model(CONFIGS[name], NF4, "bfloat16")
+        full = build_plan(model, precision="full")
+        loaded = events_of(loading_of(model), ModelTree(model))
+        prepared = Prepared(loaded, [*casts_of(plan_of_peft(full)), None], 0)
+        sizes = full.added_bytes, full.peak_bytes, full.cache_bytes, *prepared.reserved_by_phase.values()
+        rows.append([name, *map(_mib, sizes)])
     return markdown_table(rows, "---:")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
@@ -40,9 +40,6 @@ from .usage import (
 )
 from .ways import WAYS, Way, explained
 
-if TYPE_CHECKING:
-    from .. import Plan
-
 SUMMARY = (
     "Say whether a training step fits, or what preparing costs, from a config alone."
 )
@@ -61,9 +58,9 @@ HELP = (
 )
 PEFT = "peft"
 _BESIDE = (
-    "This is the cost of preparing alone; --step shows what a training step takes. Beside it stand {} of samples, by "
-    "which kbitwrap tells whether training changed a parameter. PEFT's function leaves {} in the allocator's cache "
-    "until that is emptied; its newer versions empty it at the end."
+    "This is the cost of preparing alone; --step shows what a training step takes. Reserved is what CUDA's caching "
+    "allocator holds of the device once the model is prepared; once it is loaded, {}. In each row but that of peft it "
+    "counts samples of {}, by which kbitwrap tells whether training changed a parameter; no other column does."
 )
 _WITH_STEP = "Options with --step"
 _of_step = functools.partial(typer.Option, rich_help_panel=_WITH_STEP)
@@ -275,27 +272,36 @@ def _plan_preparation(
         What was planned, the same as texts and tables, and whether it fits the budget.
     """
     with working(f"planning for {model}", trust_remote_code):
-        from .. import Plan
-        from ..model.pretrained import read_config
+        from .. import build_plan
+        from ..foresight.loading import events_of, loading_of
+        from ..foresight.reserved import Prepared, casts_of, plan_of_peft
+        from ..model.pretrained import meta_model, read_config
+        from ..model.tree import ModelTree
 
         source = read_config(model, True) if trust_remote_code else model
         kind, config = choose_quantization(source, model, quant, dtype)
+        base = meta_model(source, config, dtype)
         plans = {}
         for precision in PRECISIONS:
-            plans[precision.value] = Plan.for_pretrained(
-                source, config, dtype, precision=precision
-            )
+            plans[precision.value] = build_plan(base, precision=precision)
+        full = plans[Precision.FULL.value]
+        peft = plan_of_peft(full)
+        loaded = events_of(loading_of(base), ModelTree(base))
+        # PEFT's function empties the cache once, in the end.
+        prepared = {PEFT: Prepared(loaded, [*casts_of(peft), None], 0)}
+        for name, plan in plans.items():
+            prepared[name] = Prepared(loaded, casts_of(plan), plan.sample_bytes)
 
-    full = plans[Precision.FULL.value]
-    added, peak = _added_by_peft(full)
-    peft = {
-        "added_bytes": added,
-        "peak_bytes": peak,
-        "cache_bytes": full.cache_bytes,
+    of_peft: Result = {
+        "added_bytes": peft.added_bytes,
+        "peak_bytes": peft.peak_bytes,
+        "cache_bytes": peft.cache_bytes,
     }
     ours = {name: plan.to_dict() for name, plan in plans.items() if name in asked}
-    for plan in ours.values():
-        del plan["edits"]
+    shown = {PEFT: of_peft, **ours}
+    for name, way in shown.items():
+        way.pop("edits", None)
+        way["reserved_by_phase"] = prepared[name].reserved_by_phase
     fits = {
         name: memory_budget is None or plan.peak_bytes <= memory_budget
         for name, plan in plans.items()
@@ -306,42 +312,32 @@ def _plan_preparation(
         "quantization": full.quantization,
         "memory_budget_bytes": memory_budget,
         "loaded_bytes": sum(row["bytes"] for row in full.by_role.values()),
-        "peft": peft,
+        "peft": of_peft,
         "fits": {name: fits[name] for name in ours},
         "fitting": [name for name in fits if fits[name]],
         "plans": ours,
     }
 
-    ways = [["precision", "adds", "at its peak"]]
-    for name, way in {PEFT: peft, **ours}.items():
-        sizes = way["added_bytes"], way["peak_bytes"]
-        ways.append([name, *map(format_bytes, sizes)])
+    ways = [["precision", "adds", "at its peak", "reserved"]]
+    for name, way in shown.items():
+        by_phase = way["reserved_by_phase"]
+        figures = way["added_bytes"], way["peak_bytes"], by_phase["prepared"]
+        ways.append([name, *map(format_bytes, figures)])
     roles = [["parameters", "tensors", "loaded", f"added by {PEFT}"]]
     for role, row in full.by_role.items():
         sizes = row["bytes"], row["added_bytes"]
         roles.append([role, str(row["count"]), *map(format_bytes, sizes)])
+    once_loaded = of_peft["reserved_by_phase"]["loaded"]
     samples = max(plan.sample_bytes for plan in plans.values())
     parts: list[RenderableType] = [
         f"{model}: preparing it, in {kind} and {dtype}",
         table(ways, right=True),
-        explained([PEFT, *ours]),
+        explained(shown),
         table(roles, right=True),
-        _BESIDE.format(format_bytes(samples), format_bytes(full.cache_bytes)),
+        _BESIDE.format(format_bytes(once_loaded), format_bytes(samples)),
         *each_once("warnings", ours),
     ]
     if memory_budget is not None:
         # It names those too that were not asked for: they may be the remedy.
         parts.insert(0, verdict(memory_budget, fits))
     return result, parts, all(fits[name] for name in ours)
-
-
-def _added_by_peft(full: Plan) -> tuple[int, int]:
-    """Count the bytes that PEFT's function adds, and its peak: it casts in the model's order, as "full" does not."""
-    (order,) = [edit.fqns for edit in full.edits if edit.action == "freeze"]
-    casts = [edit for edit in full.edits if edit.action == "store"]
-    casts.sort(key=lambda cast: min(map(order.index, cast.fqns)))
-    added = peak = 0
-    for cast in casts:
-        peak = max(peak, added + cast.transient_bytes)
-        added += cast.added_bytes
-    return added, peak

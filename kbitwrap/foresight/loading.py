@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import UnsupportedModelError
 from ..model.pretrained import DEQUANTIZED_BY
+from ..model.tree import ModelTree
 from ..tensors.allocator import ALLOCATION_BYTES, rounded_up
 from .ledger import FORWARD, WEIGHTS, Events, Storage
 from .quantization import is_built, is_followed, method_of, quantize_weight, warm_tables
-from .tracker import Watch
+from .tracker import Watch, held_tensors
 
 LOADING = "loading_of_files"
 """The attribute of a model without weights that says what loading it would allocate."""
@@ -100,6 +101,14 @@ def loading_of(model: Any) -> Loading | None:
     for buffer in model.buffers():
         turns.append((buffer, [(storage_of(buffer.nbytes), 1)]))
     return Loading(read + turns, largest)
+
+
+def events_of(loading: Loading | None, tree: ModelTree) -> list[tuple[Any, Events]]:
+    """Return the events of loading a model; where they are not known, each tensor is made once."""
+    if loading is not None:
+        return loading.turns
+    held = {id(tensor): tensor for tensor, _, _ in held_tensors(tree)}
+    return [(tensor, [(storage_of(tensor.nbytes), 1)]) for tensor in held.values()]
 
 
 def refuse_replaced(model: Any) -> None:

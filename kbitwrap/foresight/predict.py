@@ -24,7 +24,7 @@ from .loading import LOADING_HIGHEST
 from .memory import StepMemory
 from .optimizers import OptimizerSteps, named_steps
 from .quantization import unlogged
-from .reserved import Reserved, replay
+from .reserved import Prepared, Reserved, replay
 from .search import largest
 from .simulated import PEFT, UNPREPARED, SimulatedModel
 from .trace import ModelStep, Step, trace
@@ -398,15 +398,11 @@ class StepPredictor:
         return sampled_bytes(self._simulated.fakes.model, self._simulated.blocks)
 
     def _replay(self, step: Step, limit: float = math.inf) -> Reserved:
-        """Return what a run with a step reserves; raises as ``replay`` does."""
+        """Return what a run with a step reserves; raises as ``Prepared`` and ``replay`` do."""
         simulated = self._simulated
-        return replay(
-            simulated.loaded,
-            simulated.casts,
-            self._sampled_bytes,
-            step,
-            limit,
-        )
+        sampled = self._sampled_bytes
+        prepared = Prepared(simulated.loaded, simulated.casts, sampled, limit)
+        return replay(prepared, step)
 
     def _step(self, batch_size: int, seq_len: int) -> Step:
         """Return the step of a batch on each of the devices; run it, unless it was run before."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from ..preparation.plan import Plan
+from ..preparation.process import LARGE_BLOCK_BYTES
 from ..tensors.allocator import Allocator
 from .ledger import BACKWARD, FORWARD, OPTIMIZER_STEP, Events, Storage
 from .loading import storage_of
+
+Cast = tuple[nn.Parameter, int] | None
+"""A parameter that preparing casts, with its bytes then; ``None`` where the allocator's cache is emptied."""
 
 # Of cuBLAS, for each thread that multiplies, ATen/cuda/CublasHandlePool.cpp:
 # ":4096:2:16:8", and from Hopper on 32 MiB.
@@ -32,69 +40,124 @@ class Reserved(NamedTuple):
     allocated: int
 
 
-def replay(
-    loading: Iterable[tuple[Any, Events]],
-    casts: Iterable[Any],
-    kept_bytes: int,
-    step: Any,
-    limit: float = math.inf,
-) -> Reserved:
-    """Let an allocator make and free what a run does.
+def casts_of(plan: Plan) -> list[Cast]:
+    """Return what a plan casts, in order; a large cast's freed blocks are returned to the device before the next."""
+    casts: list[Cast] = []
+    for edit in plan.edits:
+        if edit.dtype is None:
+            continue
+        for parameter in {ref(): None for ref in edit.refs}:
+            assert parameter is not None  # the model is there
+            casts.append((parameter, parameter.numel() * edit.dtype.itemsize))
+        if plan.config.empty_cache and edit.transient_bytes >= LARGE_BLOCK_BYTES:
+            casts.append(None)
+    if plan.config.empty_cache:
+        casts.append(None)
+    return casts
+
+
+def plan_of_peft(full: Plan) -> Plan:
+    """Return the plan of PEFT's function: it casts what "full" does, in the model's order, and keeps freed blocks."""
+    (order,) = [edit.fqns for edit in full.edits if edit.action == "freeze"]
+    casts = [edit for edit in full.edits if edit.action == "store"]
+    casts.sort(key=lambda cast: min(map(order.index, cast.fqns)))
+    added = peak = 0
+    for cast in casts:
+        peak = max(peak, added + cast.transient_bytes)
+        added += cast.added_bytes
+    return dataclasses.replace(
+        full,
+        config=dataclasses.replace(full.config, empty_cache=False),
+        edits=tuple(casts),
+        added_bytes=added,
+        peak_bytes=peak,
+    )
+
+
+class Prepared:
+    """A model that was loaded and prepared, as an allocator sees it.
+
+    Args:
+        loading: What loading the model makes and frees (``events_of``).
+        casts: What preparing casts.
+        kept_bytes: What preparing keeps beside the parameters: samples of them.
+        limit: The most that can be reserved.
+
+    Attributes:
+        allocator: The allocator, with the settings of the process.
+        blocks: Each storage of the model with its block.
+        reserved_by_phase: The bytes that are reserved when the model is ``"loaded"`` and
+            when it is ``"prepared"``.
+
+    Raises:
+        ConfigError: The allocator's settings are not followed.
+        MemoryError: The limit does not suffice.
+    """
+
+    def __init__(
+        self,
+        loading: Iterable[tuple[Any, Events]],
+        casts: Iterable[Cast],
+        kept_bytes: int,
+        limit: float = math.inf,
+    ) -> None:
+        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
+        self.allocator = allocator = Allocator(settings, limit)
+        held = defaultdict[int, dict[Storage, int]](dict)
+        for owner, events in loading:
+            blocks = held[id(owner)]
+            for storage, number in events:
+                if number > 0:
+                    blocks[storage] = allocator.allocate(storage.num_bytes)
+                else:
+                    allocator.free(blocks.pop(storage))
+        loaded = allocator.reserved_bytes
+        for cast in casts:
+            if cast is None:
+                allocator.empty_cache()
+                continue
+            parameter, num_bytes = cast
+            made = storage_of(num_bytes)
+            block = allocator.allocate(made.num_bytes)
+            for original in held[id(parameter)].values():
+                allocator.free(original)
+            held[id(parameter)] = {made: block}
+        if kept_bytes:
+            allocator.allocate(kept_bytes)
+        self.blocks = [one for blocks in held.values() for one in blocks.items()]
+        self.reserved_by_phase = {
+            "loaded": loaded,
+            "prepared": allocator.reserved_bytes,
+        }
+
+
+def replay(prepared: Prepared, step: Any) -> Reserved:
+    """Let an allocator make and free what two steps do.
 
     Spans of one block stand for those of several, so that which storage is freed is told
     by its bytes and its place alone: of those alive with the same bytes it is the newest
     that was made at the same place, or else the oldest.
 
     Args:
-        loading: What loading the model makes and frees: ``Loading.turns``, or one event for
-            each tensor of a model of which that is not known (``SimulatedModel.loaded``).
-        casts: The parameters that preparing casts, and ``None`` where it empties the
-            cache (``SimulatedModel.casts``).
-        kept_bytes: What preparing keeps beside the parameters: samples of them.
+        prepared: The model before the step; it changes.
         step: The whole model's ``Step``, of ``trace.py``, with what is held before it.
-        limit: The most that can be reserved.
 
     Returns:
         What it reserves.
 
     Raises:
-        ConfigError: The allocator's settings are not followed.
-        MemoryError: The limit does not suffice.
+        MemoryError: The allocator's limit does not suffice.
     """
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
-    allocator = Allocator(settings, limit)
-    held = defaultdict[int, dict[Storage, int]](dict)
-    for owner, events in loading:
-        blocks = held[id(owner)]
-        for storage, number in events:
-            if number > 0:
-                blocks[storage] = allocator.allocate(storage.num_bytes)
-            else:
-                allocator.free(blocks.pop(storage))
-    loaded = allocator.reserved_bytes
-    for parameter in casts:
-        if parameter is None:
-            allocator.empty_cache()
-            continue
-        cast = storage_of(parameter.nbytes)
-        made = {cast: allocator.allocate(cast.num_bytes)}
-        for block in held[id(parameter)].values():
-            allocator.free(block)
-        held[id(parameter)] = made
-    if kept_bytes:
-        allocator.allocate(kept_bytes)
-    prepared = allocator.reserved_bytes
-
+    allocator = prepared.allocator
     # Free what the model does not hold when the step begins, and allocate what it holds
     # beside that.
     still_needed = Counter(step.static)
-    for blocks in held.values():
-        for storage, block in blocks.items():
-            if still_needed[storage.num_bytes]:
-                still_needed[storage.num_bytes] -= 1
-            else:
-                allocator.free(block)
+    for storage, block in prepared.blocks:
+        if still_needed[storage.num_bytes]:
+            still_needed[storage.num_bytes] -= 1
+        else:
+            allocator.free(block)
     for num_bytes in still_needed.elements():
         allocator.allocate(num_bytes)
     # workspaces and the optimizer's state, which the first step makes and keeps
@@ -124,10 +187,6 @@ def replay(
         for alike in live.values():
             for _, block in alike:
                 allocator.free(block)
-    by_phase = {
-        "loaded": loaded,
-        "prepared": prepared,
-        "step": allocator.peak_reserved_bytes,
-    }
+    by_phase = {**prepared.reserved_by_phase, "step": allocator.peak_reserved_bytes}
     most = max(most, allocator.peak_reserved_bytes)
     return Reserved(by_phase, most, allocator.peak_allocated_bytes)

@@ -26,9 +26,9 @@ from .adapters import are_default, checked
 from .blocks import Blocks
 from .fakes import FakeModel, Memory, in_memory_of
 from .flash import built_model
-from .loading import LOADING, loading_of, refuse_hqq_files, storage_of
+from .loading import LOADING, events_of, loading_of, refuse_hqq_files
 from .quantization import add_statistics, follow_cuda
-from .tracker import held_tensors
+from .reserved import Cast, casts_of
 
 PEFT = "peft"
 """The precision that stands for PEFT's own preparation."""
@@ -176,8 +176,7 @@ class SimulatedModel:
         has_int8: Whether it has 8-bit layers, and computes as on CUDA.
         loading: What loading allocates; ``None`` where it is not known.
         loaded: The events of ``loading``; if that is not known, one for each tensor.
-        casts: The parameters that preparing casts, in order; ``None`` where it empties
-            the allocator's cache.
+        casts: What preparing casts, in order.
         warnings: What a user has to know of the preparation.
         name: The name of the model's class.
     """
@@ -209,11 +208,7 @@ class SimulatedModel:
                 if LOADING in vars(module):
                     self.loading = vars(module)[LOADING]
                     break
-        if self.loading is not None:
-            self.loaded = self.loading.turns
-        else:
-            held = {id(tensor): tensor for tensor, _, _ in held_tensors(tree)}
-            self.loaded = [(t, [(storage_of(t.nbytes), 1)]) for t in held.values()]
+        self.loaded = events_of(self.loading, tree)
         has_adapters = bool(tree.adapter_ids)
         if has_adapters and lora is not None:
             raise ConfigError(
@@ -223,7 +218,7 @@ class SimulatedModel:
         # model.
         self._preparation = None
         sizes = {one: one.nbytes for one in base.parameters()}
-        empties_cache = False
+        self.casts: list[Cast] = []
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
             kept = [
@@ -232,6 +227,11 @@ class SimulatedModel:
                 if id(one) in tree.adapter_ids
             ]
             base, empties_cache = _prepared_by_peft(base, fields)
+            for one, num_bytes in sizes.items():
+                if one.nbytes > num_bytes:
+                    self.casts.append((one, one.nbytes))
+            if empties_cache:
+                self.casts.append(None)
             for one, stored, is_trained in kept:  # they are made after it
                 one.data = one.data.to(stored)
                 one.requires_grad = is_trained
@@ -246,12 +246,7 @@ class SimulatedModel:
             tree = tree_of(base)
             self._preparation.apply(plan_for(tree, config, engine), tree)
             self.warnings = self._preparation.plan.warnings
-            empties_cache = config.empty_cache
-        self.casts: list[Any] = [one for one in sizes if one.nbytes > sizes[one]]
-        if self._preparation is not None:  # kbitwrap casts the largest first
-            self.casts.sort(key=lambda one: -one.nbytes)
-        if empties_cache:
-            self.casts.append(None)
+            self.casts = casts_of(self._preparation.plan)
         adapters = None if has_adapters else checked(lora)
         is_cut_first = are_default(adapters)  # to make fewer adapters
         if is_cut_first:

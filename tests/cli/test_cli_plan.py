@@ -60,13 +60,38 @@ def test_a_plan_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     verdict, _, costs, *_ = out.split("\n\n")
     assert verdict == "40.0 KiB: fits with compute, norms, adapted, none; does not fit with full."
     rows = rows_of(costs)
-    sizes = {name: format_bytes(size) for name, size in result["peft"].items()}
-    assert " ".join(rows["peft"]) == f"{sizes['added_bytes']} {sizes['peak_bytes']}"
-    assert rows["norms"] == ["0", "B", "0", "B"]
+    peft = result["peft"]
+    figures = peft["added_bytes"], peft["peak_bytes"], peft["reserved_by_phase"]["prepared"]
+    assert " ".join(rows["peft"]) == " ".join(map(format_bytes, figures))
+    reserved = result["plans"]["norms"]["reserved_by_phase"]
+    assert " ".join(rows["norms"]) == f"0 B 0 B {format_bytes(reserved['prepared'])}"
     words = " ".join(out.split())
     assert "preparing it, in nf4 and bfloat16" in words
-    assert f"PEFT's function leaves {sizes['cache_bytes']} in the allocator's cache" in words
+    assert f"once it is loaded, {format_bytes(reserved['loaded'])}. In each row but" in words
     assert "added by peft" in words
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("name", every_other(["llama", "mixtral", "t5", "gpt2"]))
+def test_what_preparing_reserves_is_what_a_step_has_before_it(
+    name: str, settings: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With embeddings of 64 MiB, whose halves lie in segments of their own."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    config = json.loads((zoo.checkpoint(name) / "config.json").read_text())
+    size = config.get("hidden_size") or config.get("n_embd") or config["d_model"]
+    model = saved(tmp_path, config | {"vocab_size": (64 << 20) // (2 * size), "pad_token_id": 0})
+    result = run_json(capsys, model)
+    planned = {"peft": result["peft"], **result["plans"]}
+    assert [*planned] == ["peft", "full", "compute", "norms", "adapted", "none"]
+    for precision, plan in planned.items():
+        nf4 = bitsandbytes_config("nf4", "bfloat16")
+        step = predict_step(
+            model, precision=precision, quantization_config=nf4, dtype="bfloat16", batch_size=1, seq_len=8
+        )
+        assert plan["reserved_by_phase"].items() <= (step.reserved_by_phase or {}).items(), precision
+    least, most = (planned[way]["reserved_by_phase"]["prepared"] for way in ("norms", "peft"))
+    assert most > least
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_the_tables_of_the_memory_guide_are_those_of_the_planner(
     assert [line for line in written if line.startswith("| Mistral-7B-v0.3 |")] == [
         "| Mistral-7B-v0.3 | 3,840.5 | +512.5 | +0.5 | 0 | 0 | 0 |",
         "| Mistral-7B-v0.3 | +256.0 | +256.0 | +0.5 | 0 | 0 |",
-        "| Mistral-7B-v0.3 | 512.5 | 768.0 | 511.5 | 1,024.0 |",
+        "| Mistral-7B-v0.3 | 512.5 | 768.0 | 511.5 | 4,392.0 | 5,416.0 |",
     ]
 
 
