@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import threading
@@ -244,6 +243,7 @@ class StepPredictor:
             batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
         batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
         step = self._step(batch_size, seq_len)
+        reserved = self._replay(step)
         simulated = self._simulated
         loading = self._loading_bytes
         notes = [*self._runner.notes, *simulated.fakes.notes, *self._notes]
@@ -253,7 +253,9 @@ class StepPredictor:
         if self._on_cuda:
             tokens = batch_size * seq_len
             sampled = self._sampled_bytes
-            unknown = unknowns(step, tokens, sampled, has_int8=simulated.has_int8)
+            unknown = unknowns(
+                step, reserved, tokens, sampled, has_int8=simulated.has_int8
+            )
         told = list(simulated.warnings)
         most = self.max_seq_len
         if most is not None and seq_len > most:
@@ -269,7 +271,7 @@ class StepPredictor:
             levels=step.levels,
             loading_bytes=loading,
             mapped_bytes=simulated.loading.mapped_bytes if simulated.loading else 0,
-            reserved_by_phase=step.reserved.by_phase if step.reserved else None,
+            reserved_by_phase=reserved.by_phase if reserved else None,
             traced_blocks=simulated.blocks.num_kept,
             num_blocks=simulated.blocks.num_all,
             unknown=(*unknown, *self._devices.unknown(step)),
@@ -328,9 +330,9 @@ class StepPredictor:
     def fits(self, budget: int | str, batch_size: int, seq_len: int) -> bool:
         """Return whether loading, preparing and the step of a batch fit a budget.
 
-        Tensors must fit, and so must what the allocator reserves for them. Where that is
-        more than the budget, the run is replayed with the budget as the limit: the
-        allocator then empties its cache first, and what still exceeds it does not fit.
+        Tensors must fit, and so must what the allocator reserves for them, with the
+        budget as its limit: where it would reserve more, it empties its cache first, and
+        what still exceeds the budget does not fit.
 
         Args:
             budget: Bytes, or a string such as ``"8GiB"``.
@@ -346,11 +348,10 @@ class StepPredictor:
             return False
         if max(step.peak_bytes, self._loading_bytes or 0) > budget_bytes:
             return False
-        if step.reserved is not None and step.reserved.most > budget_bytes:
-            try:
-                self._replay(step, budget_bytes)
-            except MemoryError:
-                return False
+        try:
+            self._replay(step, budget_bytes)
+        except MemoryError:
+            return False
         return True
 
     def _largest(
@@ -397,8 +398,10 @@ class StepPredictor:
             return 0
         return sampled_bytes(self._simulated.fakes.model, self._simulated.blocks)
 
-    def _replay(self, step: Step, limit: float = math.inf) -> Reserved:
-        """Return what a run with a step reserves; raises as ``Prepared`` and ``replay`` do."""
+    def _replay(self, step: Step, limit: float = math.inf) -> Reserved | None:
+        """Return what a run with a step reserves, where that is known; raises as ``replay`` does."""
+        if not self._on_cuda or step.static is None:
+            return None
         simulated = self._simulated
         sampled = self._sampled_bytes
         prepared = Prepared(simulated.loaded, simulated.casts, sampled, limit)
@@ -409,10 +412,7 @@ class StepPredictor:
         key = batch_shape(self._inputs, batch_size, seq_len)
         if key not in self._steps:
             with _one_at_a_time():
-                step = self._devices.on_each(self._run(batch_size, seq_len))
-            if self._on_cuda and step.static is not None:
-                step = dataclasses.replace(step, reserved=self._replay(step))
-            self._steps[key] = step
+                self._steps[key] = self._devices.on_each(self._run(batch_size, seq_len))
         return self._steps[key]
 
     def _run(self, batch_size: int, seq_len: int) -> Step:

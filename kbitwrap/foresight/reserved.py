@@ -31,12 +31,10 @@ class Reserved(NamedTuple):
     Attributes:
         by_phase: Those that are reserved when the model is loaded and when it is
             prepared, and the most in a step.
-        most: The most at any moment.
         allocated: The most bytes of blocks in use in a step.
     """
 
     by_phase: dict[str, int]
-    most: int
     allocated: int
 
 
@@ -166,9 +164,7 @@ def replay(prepared: Prepared, step: Any) -> Reserved:
         BACKWARD: [WORKSPACE_BYTES[0]],
         OPTIMIZER_STEP: step.state,
     }
-    most = 0
     for _ in range(2):
-        most = max(most, allocator.peak_reserved_bytes)
         allocator.reset_peaks()
         live = defaultdict[int, list[tuple[Any, int]]](list)
         for mark, events in step.spans:
@@ -176,9 +172,11 @@ def replay(prepared: Prepared, step: Any) -> Reserved:
                 allocator.allocate(num_bytes)
             for storage, number in events:
                 alike = live[storage.num_bytes]
-                if number > 0 and storage.num_bytes:
-                    block = allocator.allocate(storage.num_bytes)
-                    alike.append((storage.place, block))
+                if number > 0:
+                    if storage.num_bytes:
+                        block = allocator.allocate(storage.num_bytes)
+                        alike.append((storage.place, block))
+                    continue
                 for _ in range(min(-number, len(alike))):
                     last = len(alike) - 1
                     while last and alike[last][0] != storage.place:
@@ -188,5 +186,4 @@ def replay(prepared: Prepared, step: Any) -> Reserved:
             for _, block in alike:
                 allocator.free(block)
     by_phase = {**prepared.reserved_by_phase, "step": allocator.peak_reserved_bytes}
-    most = max(most, allocator.peak_reserved_bytes)
-    return Reserved(by_phase, most, allocator.peak_allocated_bytes)
+    return Reserved(by_phase, allocator.peak_allocated_bytes)

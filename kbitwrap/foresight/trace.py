@@ -32,7 +32,6 @@ from .ledger import (
     sizes_of,
 )
 from .optimizers import OptimizerSteps, Shape, Shapes
-from .reserved import Reserved
 from .tracker import begin_watch, held_tensors
 
 
@@ -50,7 +49,6 @@ class Step(Peaks):
             nobody knows the order in which others are made and freed.
         state: Those of the optimizer's state.
         spans: What is made and freed in it.
-        reserved: What is reserved for it, where that is known.
     """
 
     held: Sizes
@@ -61,7 +59,6 @@ class Step(Peaks):
     static: list[int] | None
     state: list[int]
     spans: list[Span]
-    reserved: Reserved | None = None
 
 
 class Trace(NamedTuple):

@@ -12,7 +12,7 @@ from ..config import format_bytes
 from ..preparation.fingerprints import sample_bytes
 from ..tensors.allocator import ALLOCATION_BYTES, rounded_up
 from .ledger import DEQUANTIZED, FORWARD
-from .reserved import WORKSPACE_BYTES
+from .reserved import WORKSPACE_BYTES, Reserved
 
 if TYPE_CHECKING:
     from .blocks import BlockId, Blocks
@@ -43,12 +43,18 @@ class Unknown:
 
 
 def unknowns(
-    step: Step, tokens: int, sampled: int, *, has_int8: bool
+    step: Step,
+    reserved: Reserved | None,
+    tokens: int,
+    sampled: int,
+    *,
+    has_int8: bool,
 ) -> tuple[Unknown, ...]:
     """Return the unknown parts of a step's peak on CUDA.
 
     Args:
         step: The predicted step.
+        reserved: What is reserved for it, where that is known.
         tokens: The tokens of its batch.
         sampled: The bytes of the samples that a preparation keeps.
         has_int8: Whether the model has 8-bit layers.
@@ -64,9 +70,9 @@ def unknowns(
             most,
         )
     ]
-    if step.reserved is not None:
+    if reserved is not None:
         longer = (
-            step.reserved.allocated
+            reserved.allocated
             - step.peak_bytes
             - least
             - rounded_up(sampled, ALLOCATION_BYTES)

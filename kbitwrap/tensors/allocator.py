@@ -125,11 +125,12 @@ class Allocator:
         if index == len(pool):
             return None
 
-        def room(index: int) -> int:  # with what it could expand to
+        def room(index: int) -> int:
             found, address = pool[index]
             return found + self._unmapped.get(address + found, 0)
 
-        while index + 1 < len(pool) and room(index + 1) < room(index):
+        # Of blocks that can expand, the one with the least room is taken.
+        while self._expands and index + 1 < len(pool) and room(index + 1) < room(index):
             index += 1
         found, address = pool[index]
         limit = self._most_split

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,23 @@ import torch
 
 from kbitwrap.tensors.allocator import Allocator
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.real_gpu,  # its caching allocator
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("settings", ["", "max_split_size_mb:64", "expandable_segments:True"])
-def test_the_segments_of_two_steps_are_those_of_torch(settings: str) -> None:
+def test_the_segments_of_two_steps_are_those_of_torch(settings: str, tmp_path: Path) -> None:
     """In a process of its own, whose allocator has given out nothing before."""
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings}
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, __file__, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     trace, segments, reserved = json.loads(done.stdout.splitlines()[-1])
@@ -32,6 +41,8 @@ def test_the_segments_of_two_steps_are_those_of_torch(settings: str) -> None:
             live[address] = allocator.allocate(size)
         elif action == "free_completed":
             allocator.free(live.pop(address))
+        elif action in ("segment_free", "segment_unmap"):  # the first of those of an emptied cache
+            allocator.empty_cache()
     assert allocator.reserved_bytes == reserved
     assert sorted(map(tuple, found(allocator))) == sorted(map(tuple, segments))
 
@@ -49,7 +60,7 @@ def found(allocator: Allocator) -> list[list[Any]]:
     return made
 
 
-def run_steps() -> None:
+def run_steps(folder: str) -> None:
     """Run two steps of a small QLoRA, and print what torch's allocator did."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
@@ -58,7 +69,6 @@ def run_steps() -> None:
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, dtype="bfloat16"
     )
-    folder = os.environ.get("TMPDIR", "/tmp") + "/kbitwrap-test-allocator"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=nf4, device_map={"": 0})
@@ -79,4 +89,4 @@ def run_steps() -> None:
 
 
 if __name__ == "__main__":
-    run_steps()
+    run_steps(sys.argv[1])
