@@ -222,7 +222,7 @@ def allocator(_: Subject) -> Finding | None:
 
     older = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + older
-    if "expandable_segments:true" not in settings.lower():
+    if "expandable_segments:true" not in settings.replace(" ", "").lower():
         return fine("expandable segments are off")
 
     return fault(

@@ -8,7 +8,6 @@ only on a process that limits its share of the device.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left, insort
 
 from ..errors import ConfigError
@@ -17,6 +16,13 @@ ALLOCATION_BYTES = 512
 """The multiple that each request is rounded up to: ``kMinBlockSize``."""
 _SMALL = 1 << 20  # the largest request of the small pool
 _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT = 2 << 20, 20 << 20, 10 << 20
+_IDLE = (  # settings that change no size
+    "garbage_collection_threshold",
+    "graph_capture_",
+    "pinned_",
+    "release_lock_",
+    "throw_on_",
+)
 _SMALL_POOL = -1 << 60  # its first address; those of the other begin with 0
 
 
@@ -44,17 +50,21 @@ class Allocator:
     """
 
     def __init__(self, settings: str = "", limit: float = math.inf) -> None:
-        found = dict(re.findall(r"(\w+)\s*:\s*(\w*)", settings))
-        most_split = found.get("max_split_size_mb", "0")
-        is_other = found.get("backend", "native") != "native"
-        is_other = is_other or "roundup_power2_divisions" in found
-        if is_other or not most_split.isdigit():
-            raise ConfigError(
-                "PYTORCH_ALLOC_CONF: expected the native backend, no roundup_power2_divisions, and a number as "
-                f"max_split_size_mb, found {settings!r}"
-            )
-        self._most_split = int(most_split) * _SMALL or math.inf
-        self._expands = found.get("expandable_segments") == "True"
+        self._expands = False
+        self._most_split = math.inf
+        for option in settings.replace(" ", "").split(","):
+            name, _, value = option.partition(":")
+            is_number = name == "max_split_size_mb" and value.isdecimal()
+            if is_number and int(value) >= 20:  # torch takes no less
+                self._most_split = int(value) * _SMALL
+            elif option in ("expandable_segments:True", "expandable_segments:False"):
+                self._expands = value == "True"
+            elif option not in ("", "backend:native") and not name.startswith(_IDLE):
+                raise ConfigError(
+                    "PYTORCH_ALLOC_CONF: expected the native backend, True or False as expandable_segments, at least "
+                    "20 as max_split_size_mb, and nothing else that decides what is reserved, found "
+                    f"{option!r}"
+                )
         self._limit = limit
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0

@@ -256,7 +256,7 @@ def jetson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatc
 def test_expandable_segments_are_a_fault_of_a_process_on_a_jetson(name: str, jetson: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     assert outcomes(doctor(model), "this process") == {"allocator": "fine"}
-    jetson.setenv(name, "garbage_collection_threshold:0.8,expandable_segments:True")
+    jetson.setenv(name, "garbage_collection_threshold:0.8, expandable_segments : True")
     report = doctor(model)
     (finding,) = report.findings
     assert (finding.what, finding.where) == (SEGMENTS, "this process")

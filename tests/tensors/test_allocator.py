@@ -125,11 +125,37 @@ def test_an_expandable_segment_grows_at_its_end_and_gives_whole_granules_back() 
 
 
 @pytest.mark.parametrize(
-    "settings", ["roundup_power2_divisions:[256:1,>:2]", "backend:cudaMallocAsync", "max_split_size_mb:x"]
+    ("settings", "found"),
+    [
+        ("roundup_power2_divisions:[256:1,>:2]", "roundup_power2_divisions:[256:1"),
+        ("garbage_collection_threshold:0.8,backend:cudaMallocAsync", "backend:cudaMallocAsync"),
+        ("max_split_size_mb:x", "max_split_size_mb:x"),
+        ("max_split_size_mb", "max_split_size_mb"),
+        ("max_split_size_mb:64.5", "max_split_size_mb:64.5"),
+        ("max_split_size_mb:19", "max_split_size_mb:19"),  # torch refuses it
+        ("expandable_segments:true", "expandable_segments:true"),  # and these
+        ("expandable_segment:True", "expandable_segment:True"),
+        ("large_segment_size_mb:40", "large_segment_size_mb:40"),
+        ("max_non_split_rounding_mb:64", "max_non_split_rounding_mb:64"),
+        ("per_process_memory_fraction:0.5", "per_process_memory_fraction:0.5"),
+    ],
 )
-def test_a_setting_that_is_not_followed_is_refused(settings: str) -> None:
-    with pytest.raises(ConfigError, match="PYTORCH_ALLOC_CONF: expected the native backend"):
+def test_a_setting_that_is_not_followed_is_refused(settings: str, found: str) -> None:
+    with pytest.raises(ConfigError, match="PYTORCH_ALLOC_CONF: expected the native backend") as caught:
         Allocator(settings)
+    assert f"found '{found}'" in str(caught.value)
+
+
+def test_settings_are_read_as_torch_reads_them() -> None:
+    harmless = "backend:native,garbage_collection_threshold:0.8,pinned_use_background_threads:True,"
+    for settings in ("expandable_segments: True", " expandable_segments:False,expandable_segments:True,"):
+        allocator = Allocator(harmless + settings)
+        allocator.allocate(15 * MIB)
+        assert allocator.reserved_bytes == 20 * MIB
+    for settings in ("", harmless, "expandable_segments:False"):
+        allocator = Allocator(settings)
+        allocator.allocate(15 * MIB)
+        assert allocator.reserved_bytes == 16 * MIB
 
 
 @pytest.mark.parametrize("numbers", few([range(150), range(150, 10_000)], [range(150)]), ids=str)
