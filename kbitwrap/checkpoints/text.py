@@ -247,7 +247,16 @@ def compare_merges(
             return trained.model
         trained, model = load_adapted(base, saved, *run, device, trust, **options)
         trained.finish_check()
-        return model if form == _MODEL else model.merge_and_unload()
+        if form == _MODEL:
+            return model
+        try:
+            return model.merge_and_unload()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of PEFT's many methods
+            raise ExportError(
+                f"PEFT does not merge it: {in_one_line(error)}"
+            ) from error
 
     measured: dict[str, Tensor] = {}
     notes = []

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -286,6 +286,15 @@ def test_forms_that_cannot_be_merged_are_named_with_the_reason(run: TextRun) -> 
     assert note.startswith("mixed is not measured: an adapter touches every quantized layer")
     with pytest.raises(ExportError, match="nothing can be merged: mixed is not measured"):
         compare_merges(run.adapter, run.texts[:3], base=run.base, forms=["mixed"], device="cpu")
+
+
+def test_what_peft_does_not_merge_is_named_with_the_reason(run: TextRun, tmp_path: Path) -> None:
+    config = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    get_peft_model(run.load(run.quant), config).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"quantization_config": bitsandbytes_config(run.quant, torch.bfloat16), "device": "cpu"}
+    found = compare_merges(tmp_path, run.texts[:3], base=run.base, forms=["original", run.base], **options)
+    assert [*found.merges] == [str(run.base)]
+    assert found.notes[0].startswith("original is not measured: PEFT does not merge it: ")
 
 
 def test_a_merge_for_which_the_disk_has_no_room_is_a_note_and_the_others_are_measured(
