@@ -156,6 +156,11 @@ def load_pretrained(
         cls: Any = getattr(transformers, auto_classes[0])
     else:
         cls = _model_class(config)
+        # as AutoModel does for a class of another kind of model, which would read a config of its own
+        parts = [type(config), *config.sub_configs.values()]
+        usual = [one for name in _AUTO_CLASSES for one in classes_of(name, config)]
+        if cls in usual and cls.config_class not in parts and num_labels is None:
+            options["config"] = config
 
     try:
         model, info = cls.from_pretrained(name_or_path, **options)

@@ -99,6 +99,21 @@ def test_it_is_the_live_export_bit_for_bit(name: str, quant: str | None, shard: 
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "InternLM3Config"), reason="of a newer transformers")
+def test_a_class_of_another_kind_of_model_is_loaded_with_the_config_of_the_base(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.InternLM3Config(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "cpu"})
+    with KbitPreparedModel(model) as prepared:
+        peft_model = adapt("llama", model)
+        peft_model.save_pretrained(tmp_path / "adapter")
+        prepared.manifest().save(tmp_path / "adapter" / "kbitwrap.json")
+        prepared.export(tmp_path / "live", merge_adapters=True, model=peft_model)
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", device="cpu")
+    assert_same_model(tmp_path / "merged", tmp_path / "live")
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_the_manifest_says_how_the_base_was_quantized_and_is_compared_with_it(beside: bool, tmp_path: Path) -> None:
     run = train("llama", "nf4-double", tmp_path, modules_to_save=True)
