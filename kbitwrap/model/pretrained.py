@@ -187,7 +187,8 @@ def _leave_pending(model: Any, quantization_config: Any) -> None:
         if names[id(weight)] > 1:  # the other one's, which is not quantized
             layer._parameters["weight"] = weight
         else:
-            make_pending(layer, weight)
+            # what loading quantizes, also of a layer that its model builds in another dtype
+            make_pending(layer, weight.to(model.config.dtype or weight.dtype))
         model.set_submodule(fqn, layer)
 
     model.is_quantized = True

@@ -99,12 +99,26 @@ def test_it_is_the_live_export_bit_for_bit(name: str, quant: str | None, shard: 
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-@pytest.mark.skipif(not hasattr(transformers, "InternLM3Config"), reason="of a newer transformers")
-def test_a_class_of_another_kind_of_model_is_loaded_with_the_config_of_the_base(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = transformers.InternLM3Config(num_attention_heads=4, num_key_value_heads=2, **sizes)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "cpu"})
+UNUSUAL = [
+    ("InternLM3Config", "LlamaForCausalLM"),  # a class of another kind of model
+    ("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM"),  # which builds layers in float32
+]
+
+
+@pytest.mark.parametrize(("config_name", "class_name"), UNUSUAL)
+def test_a_base_that_is_built_in_an_unusual_way_is_loaded_as_the_run_had_it(
+    config_name: str, class_name: str, tmp_path: Path
+) -> None:
+    config_class = getattr(transformers, config_name, None)
+    if config_class is None:
+        pytest.skip("of a newer transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    config = config_class(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    if class_name != "LlamaForCausalLM":
+        config.num_experts, config.moe_topk = 4, 2
+    getattr(transformers, class_name)(config).bfloat16().save_pretrained(tmp_path / "base")
+    options = {"quantization_config": zoo._quantization_config(zoo.ARCHITECTURES["llama"], "nf4", torch.bfloat16)}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "cpu"}, **options)
     with KbitPreparedModel(model) as prepared:
         peft_model = adapt("llama", model)
         peft_model.save_pretrained(tmp_path / "adapter")
