@@ -35,8 +35,9 @@ def shown(value: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Write an error's message in one line, and no more of it than a screen."""
-    return textwrap.shorten(str(error), 1000, placeholder=" ...")
+    """Write an error's message in one line, and no more of it than a screen; its class where it has none."""
+    text = textwrap.shorten(str(error), 1000, placeholder=" ...")
+    return text or type(error).__name__
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

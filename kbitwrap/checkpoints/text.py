@@ -7,14 +7,13 @@ every other model is compared with it.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import math
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -303,15 +302,18 @@ def _tokenize(
         if os.path.isfile(os.path.join(place, "tokenizer_config.json")):
             break
     name = "texts"
+    numbered: Iterable[tuple[int, Any]]
     if isinstance(texts, (str, os.PathLike)):
         name = os.fspath(texts)
-        texts = _read_texts(Path(name))
-    rows = []
+        numbered = _read_texts(Path(name))
+    else:
+        numbered = enumerate(texts, 1)
+    rows: list[Tensor] = []
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code
         )
-        for number, text in enumerate(itertools.islice(texts, samples), 1):
+        for number, text in numbered:
             if isinstance(text, dict):
                 found = text.get("text") or text.get("messages")
                 if not found:
@@ -330,6 +332,8 @@ def _tokenize(
             tokens = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
             if len(tokens) > 1:
                 rows.append(torch.tensor(tokens[:_MOST]))
+            if len(rows) == samples:
+                break
     except ConfigError:
         raise
     except Exception as error:  # of tokenizers and their templates
@@ -342,30 +346,28 @@ def _tokenize(
     return rows
 
 
-def _read_texts(path: Path) -> list[Any]:
-    """Return the rows of a file of JSON lines, or the pieces of plain text."""
+def _read_texts(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file of JSON lines with their numbers, or the pieces of plain text."""
+    if path.suffix == ".json":
+        raise ConfigError(
+            f"{path}: expected JSON lines (.jsonl) or plain text; call JSON lines .jsonl"
+        )
+    number = 0
     try:
-        content = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8-sig") as file:
+            if path.suffix != ".jsonl":
+                yield from enumerate(_PIECE.findall(file.read()), 1)
+                return
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, json.loads(line)
     except (OSError, UnicodeError) as error:
         reason = "no such file" if not path.exists() else in_one_line(error)
         raise ConfigError(f"{path}: {reason}") from error
-
-    if path.suffix != ".jsonl":
-        if path.suffix == ".json":
-            raise ConfigError(
-                f"{path}: expected JSON lines (.jsonl) or plain text; call JSON lines .jsonl"
-            )
-        return _PIECE.findall(content)
-
-    rows = []
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ConfigError(
-                f"{path}, line {number}: expected a row of JSON: {in_one_line(error)}"
-            ) from error
-    return rows
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}, line {number}: expected a row of JSON: {in_one_line(error)}"
+        ) from error
 
 
 def _predict(

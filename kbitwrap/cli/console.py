@@ -246,7 +246,7 @@ def checked_device(name: str | None) -> str | None:
 
 def first_line(error: BaseException) -> str:
     """Write an error of the library in one line, with options in place of arguments."""
-    return with_options(in_one_line(error)) or type(error).__name__
+    return with_options(in_one_line(error))
 
 
 def with_options(text: str) -> str:

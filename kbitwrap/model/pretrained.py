@@ -300,7 +300,8 @@ def _refuse_countless(config: Mapping[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {in_one_line(error)}".removesuffix(": ")
+    name, said = type(error).__name__, in_one_line(error)
+    return said if said == name else f"{name}: {said}"
 
 
 def read_config(name_or_path: Any, trust_remote_code: bool = False) -> Any:

@@ -449,6 +449,10 @@ def test_texts_are_read_from_json_lines_and_plain_text(run: TextRun, tmp_path: P
     lines.write_text("\n".join(json.dumps({"text": text, "other": 1}) for text in some))
     assert measure(lines) == measure(some)
     assert measure(lines, samples=2) == measure(some[:2])
+    odd = [some[0].replace(" ", "\u2028", 1), some[1], "x"]  # of "x" nothing is predicted: another is taken
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in (*odd, some[2])]
+    lines.write_text("\ufeff" + "\n\n".join([*rows, "no JSON"]), encoding="utf-8")
+    assert measure(lines, samples=3) == measure([*odd[:2], some[2]])
 
     chats = [[{"role": "user", "content": text}] for text in some]
     lines.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
