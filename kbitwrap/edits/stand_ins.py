@@ -69,102 +69,93 @@ class HeadForward(Float32Forward):
 
 
 class StandInMethod:
-    """A callable that stands in front of a module's method, as an instance attribute."""
+    """A function that stands in front of a module's method, as an instance attribute."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, function: Any, *first: Any) -> None:
         self.module = module
+        self._function = function
+        self._first = first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the module, its own arguments and those given."""
+        return self._function(self.module, *self._first, *args, **kwargs)
 
 
 STAND_INS = (UpcastTensor, StandInMethod)
 
 
-class Float32Copy(StandInMethod):
-    """An instance's ``__deepcopy__``.
+def copy_in_float32(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module, without stand-ins: its ``__deepcopy__``.
 
-    PEFT trains such copies, and they store half weights in float32.
+    PEFT trains such copies, and they store half weights in float32. Parameters shared
+    with other modules stay shared among the copies.
     """
+    result = object.__new__(type(module))
+    memo[id(module)] = result
+    for parameter in module._parameters.values():
+        if parameter is None or parameter.dtype not in HALF_DTYPES:
+            continue
+        if id(parameter) not in memo and not is_quantized_parameter(parameter):
+            memo[id(parameter)] = nn.Parameter(
+                parameter.detach().float(), requires_grad=parameter.requires_grad
+            )
 
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the module, without stand-ins.
+    for name, value in vars(module).items():
+        if not isinstance(value, STAND_INS):
+            result.__dict__[name] = copy.deepcopy(value, memo)
 
-        Parameters shared with other modules stay shared among the copies.
-        """
-        module = self.module
-        result = object.__new__(type(module))
-        memo[id(module)] = result
-        for parameter in module._parameters.values():
-            if parameter is None or parameter.dtype not in HALF_DTYPES:
-                continue
-            if id(parameter) not in memo and not is_quantized_parameter(parameter):
-                memo[id(parameter)] = nn.Parameter(
-                    parameter.detach().float(), requires_grad=parameter.requires_grad
-                )
-
-        for name, value in vars(module).items():
-            if not isinstance(value, STAND_INS):
-                result.__dict__[name] = copy.deepcopy(value, memo)
-
-        _hold_parameters_in(dict, result)
-        return result
+    _hold_parameters_in(dict, result)
+    return result
 
 
-class StandInState(StandInMethod):
-    """An instance's ``__getstate__``.
+def mark_in_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, with each stand-in marked as the module's own: its ``__getstate__``.
 
-    A pickle of a module keeps its stand-ins and their half weights.
+    A pickle of the module keeps its stand-ins and their half weights.
     """
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the module's attributes, with each stand-in marked as the module's own."""
-        state = getattr(type(self.module), "__getstate__", vars)(self.module)
-        stand_ins = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, UpcastTensor)
-        }
-        marked = {name: value.as_state() for name, value in stand_ins.items()}
-        return {**state, **marked}
+    state: dict[str, Any] = getattr(type(module), "__getstate__", vars)(module)
+    marked = {}
+    for name, value in state.items():
+        if isinstance(value, UpcastTensor):
+            marked[name] = value.as_state()
+    return {**state, **marked}
 
 
-class FollowedApply(StandInMethod):
-    """An instance's ``_apply``, by which torch moves a module to another device."""
+def apply_and_follow(
+    module: nn.Module, fn: Callable[..., Any], recurse: bool = True
+) -> nn.Module:
+    """Apply a function to all tensors, and let the stand-ins name their device: a module's ``_apply``.
 
-    def __call__(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Apply a function to all tensors, and let the stand-ins name their device."""
-        type(self.module)._apply(self.module, fn, recurse)
-        for value in list(vars(self.module).values()):
-            if isinstance(value, UpcastTensor):
-                value.follow_device()
+    By it torch moves the module to another device.
+    """
+    type(module)._apply(module, fn, recurse)
+    for value in list(vars(module).values()):
+        if isinstance(value, UpcastTensor):
+            value.follow_device()
 
-        return self.module
+    return module
 
 
 # Those that stand in wherever a weight is stood in for.
-_METHODS: dict[str, type[StandInMethod]] = {
-    "__deepcopy__": Float32Copy,
-    "__getstate__": StandInState,
-    "_apply": FollowedApply,
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__deepcopy__": copy_in_float32,
+    "__getstate__": mark_in_state,
+    "_apply": apply_and_follow,
 }
 
 
-class Float32First(StandInMethod):
-    """An instance's ``parameters`` with a stand-in for the first.
+def float32_first(
+    module: nn.Module, owner: nn.Module, name: str, recurse: bool = True
+) -> Iterator[nn.Parameter]:
+    """Yield each of a module's parameters once, with a stand-in for the first: its ``parameters``.
 
     A model takes the dtype of its first parameter for its own.
     """
-
-    def __init__(self, module: nn.Module, owner: nn.Module, name: str) -> None:
-        super().__init__(module)
-        self.owner = owner
-        self.name = name
-
-    def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield each of the module's parameters once, in their order."""
-        weight = self.owner._parameters.get(self.name) if recurse else None
-        for parameter in type(self.module).parameters(self.module, recurse):
-            if parameter is weight:
-                parameter = vars(self.owner).get(self.name, weight)
-            yield parameter
+    weight = owner._parameters.get(name) if recurse else None
+    for parameter in type(module).parameters(module, recurse):
+        if parameter is weight:
+            parameter = vars(owner).get(name, weight)
+        yield parameter
 
 
 def can_stand_in(module: nn.Module, name: str) -> bool:
@@ -246,8 +237,8 @@ class StandIns(Slot):
             parameter, (module, name), self._chunk_bytes, held=parameter
         )
         _hold_parameters_in(OrderedDict, module)
-        for method, stand_in in _METHODS.items():
-            vars(module)[method] = stand_in(module)
+        for method, function in _METHODS.items():
+            vars(module)[method] = StandInMethod(module, function)
         mark = self._records.mark_of(module)
         if mark is not None:  # of what the model is a part of, nothing is to be left
             mark.dtypes[name] = parameter.dtype
@@ -276,7 +267,8 @@ class StandIns(Slot):
             floating = filter(torch.is_floating_point, module.parameters())
             first = weights.get(id(next(floating, None)))
             if first is not None and first.owner is not None:
-                vars(module)["parameters"] = Float32First(module, *first.owner)
+                own = StandInMethod(module, float32_first, *first.owner)
+                vars(module)["parameters"] = own
                 self._names.setdefault(module, set())
 
     def registered(self, module: nn.Module, name: str, parameter: Any) -> Any:
