@@ -176,9 +176,9 @@ class Differences(Report):
         lines += [f"{fqn}: unexpected" for fqn in self.unexpected]
         return lines
 
-    def summary(self, limit: int = 5) -> str:
-        """Write the differences as one line of text: the first ``limit`` of them, and the number of the others."""
-        return first_of(self.lines(), limit, "; ")
+    def summary(self) -> str:
+        """Write the differences as one line of text: the first five of them, and the number of the others."""
+        return first_of(self.lines(), 5, "; ")
 
     def _brief(self) -> str:
         return self.summary() or self._empty

@@ -21,6 +21,7 @@ from ..edits.base import OriginalSlot
 from ..edits.storage import ParameterStorage
 from ..edits.training import RuntimeState
 from ..errors import ConfigError, ExportError, KbitWrapError, ManifestError
+from ..model.bitsandbytes_layers import lacks_scales
 from ..model.records import ParameterRecord
 from ..model.tree import ModelTree, NamedTensor, shallow_copy
 from ..model.wrappers import (
@@ -256,8 +257,19 @@ class Gathering:
 
         `ExportError` is raised where it is lost.
         """
-        _refuse_lost_scales(tensor, was)
         parameter = tensor.parameter
+        quantized_class = was.quantized_class
+        if (
+            quantized_class is not None
+            and was.quant_state is None
+            and lacks_scales(tensor.module, parameter)
+        ):
+            raise ExportError(
+                f"{tensor.fqn}: sharding removed the scales of this "
+                f"{quantized_class.__name__}; shard with fully_shard(..., "
+                f"ignored_params={{every Int8Params}}), or export before sharding",
+                fqn=tensor.fqn,
+            )
         cast_slot = None
         if isinstance(held, ParameterStorage) and held.stores_other(parameter):
             cast_slot = held
@@ -385,21 +397,6 @@ class Gathering:
         if told is not None:
             error, words = told
             raise error(f"rank 0 could not {self._verb}: {words}")
-
-
-def _refuse_lost_scales(tensor: NamedTensor, was: ParameterRecord) -> None:
-    """Raise for an 8-bit weight whose scales are neither on it nor on its layer."""
-    if was.quantized_class is None or was.quant_state is not None:
-        return
-
-    owners = (tensor.parameter, vars(tensor.module).get("state"))
-    if all(getattr(owner, "SCB", None) is None for owner in owners):
-        raise ExportError(
-            f"{tensor.fqn}: sharding removed the scales of this "
-            f"{was.quantized_class.__name__}; shard with fully_shard(..., "
-            f"ignored_params={{every Int8Params}}), or export before sharding",
-            fqn=tensor.fqn,
-        )
 
 
 @functools.cache

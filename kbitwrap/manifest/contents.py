@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..errors import ExportError, ManifestError
 from ..export.sharding import Gathering
@@ -26,7 +25,7 @@ from ..model.quantization import DISTRIBUTIONS, is_quantized_parameter
 from ..model.tree import ModelTree, join
 from ..model.wrappers import COPIES, loaded_class
 from ..preparation.preparation import Preparation
-from ..preparation.process import plain_mode
+from ..preparation.process import bar, plain_mode
 from ..tensors.bits import content_digest, is_dense, parts_of
 from ..tensors.dtypes import dtype_name
 from ..tensors.lazy import values_of
@@ -86,11 +85,8 @@ def read_contents(
         modules = dict(twin.named_modules())
         pending = [fqn for fqn, module in modules.items() if is_pending(module)]
         layers = {join(fqn, "weight"): modules[fqn] for fqn in pending}
-        bar = tqdm(
-            originals, desc="digest", unit="tensor", disable=not progress, leave=False
-        )
         tensors = {}
-        for fqn in bar:
+        for fqn in bar([*originals], "digest", is_shown=progress, unit="tensor"):
             if fqn not in layers:
                 tensors[fqn] = _record(
                     fqn, originals[fqn], live.get(fqn), ties.get(fqn), tree, preparation

@@ -405,11 +405,16 @@ def lacks_statistics(module: nn.Module) -> bool:
         return False
 
     if weight.dtype == torch.int8:
-        owners = (weight, vars(module).get("state"))
-        return all(getattr(owner, "SCB", None) is None for owner in owners)
+        return lacks_scales(module, weight)
 
     is_four_bit = type(weight).__name__ == "Params4bit"
     return is_four_bit and quant_state_of(module, weight) is None
+
+
+def lacks_scales(module: nn.Module, weight: Tensor) -> bool:
+    """Return whether the scales of an 8-bit weight are neither on it nor on its layer."""
+    owners = (weight, vars(module).get("state"))
+    return all(getattr(owner, "SCB", None) is None for owner in owners)
 
 
 def is_repacked(fields: Mapping[str, Any]) -> bool:

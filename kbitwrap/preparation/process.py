@@ -62,14 +62,16 @@ def devices(tree: ModelTree) -> dict[str, Any]:
     }
 
 
-def bar(items: Sequence[Any], what: str, *, is_shown: bool) -> Iterable[Any]:
+def bar(
+    items: Sequence[Any], what: str, *, is_shown: bool, unit: str = "edit"
+) -> Iterable[Any]:
     """Return the items, with a progress bar on standard error where one is to be shown.
 
     Else none is made: a bar of tqdm starts a thread that stays, shown or not.
     """
     if not is_shown:
         return items
-    return cast("Iterable[Any]", tqdm(items, desc=what, unit="edit", leave=False))
+    return cast("Iterable[Any]", tqdm(items, desc=what, unit=unit, leave=False))
 
 
 def is_distributed() -> bool:
