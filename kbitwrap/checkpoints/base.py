@@ -11,7 +11,7 @@ import copy
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,19 +180,17 @@ def load_base(
     return TrainedBase(os.fspath(source), model, unknown, check, unexpected)
 
 
-def _rewritten(manifest: Manifest, saved: SavedAdapter) -> list[str]:
-    """Return the tensors that a callback recorded after PEFT's initializer, as PiSSA, had left a residual in them."""
+def _rewritten(manifest: Manifest, saved: SavedAdapter) -> Iterator[str]:
+    """Yield the tensors that a callback recorded after PEFT's initializer, as PiSSA, had left a residual in them."""
     was_before = NOT_PREPARED not in manifest.unknown or not manifest.adapters
     if was_before or not rewrites_base(saved.config):
-        return []
+        return
 
-    found = []
-    for layer in {name.rpartition(".lora_")[0] for name in saved.held}:
-        if layer:
-            start = join(layer, "weight")
-            found += [fqn for fqn in manifest.rows if fqn.startswith(start)]
-
-    return found
+    layers = {name.rpartition(".lora_")[0] for name in saved.held} - {""}
+    starts = tuple(join(layer, "weight") for layer in layers)
+    for fqn in manifest.rows:
+        if fqn.startswith(starts):
+            yield fqn
 
 
 def _unexpected_tensors(

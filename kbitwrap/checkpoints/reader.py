@@ -395,7 +395,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in in_order}
 
 
-def _read_safetensors(path: Path) -> list[StoredTensor]:
+def _read_safetensors(path: Path) -> Iterator[StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -408,7 +408,6 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
         raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
 
     header.pop("__metadata__", None)
-    tensors = []
     for name, entry in header.items():
         code = entry["dtype"]
         dtype = SAFETENSORS_DTYPES.get(code)
@@ -421,17 +420,8 @@ def _read_safetensors(path: Path) -> list[StoredTensor]:
         if code == TWO_A_BYTE:
             shape[-1] //= 2
         start, end = entry["data_offsets"]
-        stored = StoredTensor(
-            name,
-            path,
-            dtype,
-            tuple(shape),
-            beginning + start,
-            end - start,
-        )
-        tensors.append(stored)
-
-    return tensors
+        place = beginning + start
+        yield StoredTensor(name, path, dtype, tuple(shape), place, end - start)
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
@@ -462,9 +452,8 @@ def load_pickled(path: Path) -> dict[str, Any]:
     )
 
 
-def _read_pickled(path: Path) -> list[StoredTensor]:
+def _read_pickled(path: Path) -> Iterator[StoredTensor]:
     """Find the tensors in a file that ``torch.save`` wrote, whose bytes lie in it unchanged."""
-    tensors = []
     for name, tensor in load_pickled(path).items():
         is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         beginning = None
@@ -479,10 +468,7 @@ def _read_pickled(path: Path) -> list[StoredTensor]:
 
         start = beginning + tensor.storage_offset() * tensor.itemsize
         shape = tuple(tensor.shape)
-        stored = StoredTensor(name, path, tensor.dtype, shape, start, tensor.nbytes)
-        tensors.append(stored)
-
-    return tensors
+        yield StoredTensor(name, path, tensor.dtype, shape, start, tensor.nbytes)
 
 
 def is_trained_copy(name: str) -> bool:

@@ -243,13 +243,13 @@ class StandIns(Slot):
         if mark is not None:  # of what the model is a part of, nothing is to be left
             mark.dtypes[name] = parameter.dtype
 
-    def _weights(self) -> list[UpcastTensor]:
-        """Return the stand-ins of weights."""
-        found = []
+    def _weights(self) -> Iterator[UpcastTensor]:
+        """Yield the stand-ins of weights."""
         for module, names in self._names.items():
-            values = [vars(module).get(name) for name in names]
-            found += [one for one in values if isinstance(one, UpcastTensor)]
-        return found
+            for name in names:
+                value = vars(module).get(name)
+                if isinstance(value, UpcastTensor):
+                    yield value
 
     def put_float32_first(self, model: nn.Module) -> None:
         """Put a stand-in first among a module's ``parameters()``.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -62,12 +63,11 @@ def is_norm(module: nn.Module, norm_modules: tuple[type | str, ...] = ()) -> boo
     return is_leaf and is_of_vectors and any("norm" in name.lower() for name in names)
 
 
-def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
-    """Return the modules that ``getter`` returns of every model, with the modules in them.
+def _embeddings(tree: ModelTree, getter: str) -> Iterator[nn.Module]:
+    """Yield the modules that ``getter`` returns of every model, with the modules in them.
 
     There may be models inside the model.
     """
-    found: list[nn.Module] = []
     for node in tree.modules:
         if not hasattr(type(node.module), getter):
             continue
@@ -76,9 +76,7 @@ def _embeddings(tree: ModelTree, getter: str) -> list[nn.Module]:
         except (NotImplementedError, AttributeError):
             continue  # transformers' way to say that this model has none
         if isinstance(embeddings, nn.Module):
-            found += embeddings.modules()
-
-    return found
+            yield from embeddings.modules()
 
 
 def parameter_roles(

@@ -5,6 +5,8 @@ It is told before it happens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -89,7 +91,7 @@ def _outcome(
         return ShardingOutcome(False, False, False, (f"cannot be prepared: {error}",))
     is_retyped = precision.upcasts_all and plan.casts
     stays_whole = engine in ("ddp", "zero2")
-    failures = _failures(tree, plan, engine, param_dtype)
+    failures = [*_failures(tree, plan, engine, param_dtype)]
     notes = []
     if is_retyped and stays_whole:
         notes.append(
@@ -120,7 +122,7 @@ def _outcome(
 
 def _failures(
     tree: ModelTree, plan: Plan, engine: str, param_dtype: torch.dtype | None
-) -> list[str]:
+) -> Iterator[str]:
     """Say why an engine would not train the prepared model, or not with right numbers."""
     stored = {}  # the dtypes that the preparation stores
     for edit in plan.edits:
@@ -135,9 +137,8 @@ def _failures(
         if is_packed and param_dtype not in (None, dtype):
             packed.append(tensor.path)
 
-    found = []
     if packed and param_dtype is not None and engine != "ddp":
-        found.append(
+        yield (
             f"{packed[0]} packs 4-bit values in a dtype that would be cast to "
             f"{param_dtype} as if they were numbers: load with "
             f"bnb_4bit_quant_storage={dtype_name(param_dtype)}"
@@ -147,17 +148,16 @@ def _failures(
     if engine == "fsdp2" and not (is_old and torch.uint8 in integers):
         integers = []
     if integers and engine in ("fsdp1", "fsdp2"):
-        found.append(
+        yield (
             "FSDP1, and FSDP2 before torch 2.12, lay out no integers, and "
             f"{first[integers[0]]} is {dtype_name(integers[0])}: load 4-bit weights "
             "with bnb_4bit_quant_storage set to the dtype of the model"
         )
     elif engine == "fsdp1" and len(first) > 1:
         named = [f"{path} in {dtype_name(dtype)}" for dtype, path in first.items()]
-        found.append(
+        yield (
             "FSDP1 lays out parameters of one dtype together, and would find "
             f"{', '.join(named)}: take a precision that stores no other dtype, "
             "get_peft_model(..., autocast_adapter_dtype=False), or wrap what differs "
             "by itself"
         )
-    return found
