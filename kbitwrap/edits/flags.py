@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,24 +47,21 @@ class Flags(Slot):
 
     def _found(
         self, tree: ModelTree, flags: Values, *, is_resuming: bool = False
-    ) -> list[tuple[ParameterRecord, nn.Parameter]]:
-        """Return the parameters that are there, with their records.
+    ) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
+        """Yield the parameters that are there, with their records.
 
         The parameters that others made by resizing are among them.
         """
-        found = []
         live = tree.live
         for record in flags:
             parameter = live[record] if record in live else record.there()
             if parameter is not None:
-                found.append((record, parameter))
+                yield record, parameter
 
         for record, tensor in tree.resized(flags):
             # Others may train what was resized: only the edit's own freezing is undone.
             if flags[record] or is_resuming:
-                found.append((record, tensor.parameter))
-
-        return found
+                yield record, tensor.parameter
 
 
 def _set_flag(parameter: nn.Parameter, flag: bool) -> None:

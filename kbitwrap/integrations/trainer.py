@@ -192,9 +192,8 @@ class KbitTrainerCallback(TrainerCallback, ExportableState):
             )
 
         prepared = self._wrapper(model)
-        _refuse_sharded_integers(model)
-        if args.save_strategy != "no" or state.global_step:
-            _refuse_lost_adapters(model)
+        saves = args.save_strategy != "no" or bool(state.global_step)
+        _refuse_sharded(cast("nn.Module", model), saves=saves)
 
         # on all ranks, which read a sharded model together
         self._manifest = None
@@ -555,36 +554,28 @@ def _is_to_be_sharded() -> bool:
     return "FSDP" in str(state._shared_state.get("distributed_type"))
 
 
-def _refuse_sharded_integers(model: nn.Module) -> None:
-    """Raise where accelerate sharded 4-bit weights that are stored as integers.
+def _refuse_sharded(model: nn.Module, *, saves: bool) -> None:
+    """Raise where sharded parameters would train wrongly, or checkpoints hold no adapters, if they are saved.
 
-    It did so before it left them whole, and training then ran with a loss of 0 and
-    gradients that are not numbers:
+    accelerate sharded 4-bit weights that are stored as integers before it left them
+    whole, and training then ran with a loss of 0 and gradients that are not numbers:
     https://github.com/huggingface/accelerate/issues/3983.
+
+    FSDP1 puts wrappers around blocks, whose names PEFT 0.21 takes for a part of the
+    adapters' names: what it saves is empty, and what it loads is nothing.
     """
-    if not _is_to_be_sharded():
-        return
     for fqn, parameter in model.named_parameters():
-        if is_sharded_tensor(parameter) and not parameter.is_floating_point():
+        if not is_sharded_tensor(parameter):
+            continue
+        if _is_to_be_sharded() and not parameter.is_floating_point():
             raise UnsupportedModelError(
                 f"{fqn}: accelerate sharded a 4-bit weight that is stored as {parameter.dtype}, which trains with a "
                 "loss of 0 and NaN, without an error: load the model with bnb_4bit_quant_storage set to its dtype, as "
                 "torch.bfloat16. No step was taken",
                 fqn=fqn,
             )
-
-
-def _refuse_lost_adapters(model: _Model) -> None:
-    """Raise where checkpoints would hold no adapters.
-
-    FSDP1 puts wrappers around blocks, whose names PEFT 0.21 takes for a part of the
-    adapters' names: what it saves is empty, and what it loads is nothing.
-    """
-    if not _has_adapters(model):
-        return
-    for fqn, parameter in model.named_parameters():
-        is_trained = parameter.requires_grad and is_sharded_tensor(parameter)
-        if is_trained and _OF_FSDP1 in fqn:
+        is_lost = saves and _has_adapters(model) and _OF_FSDP1 in fqn
+        if is_lost and parameter.requires_grad:
             raise UnsupportedModelError(
                 "PEFT finds no adapter in a model whose blocks FSDP1 wrapped, so checkpoints would hold none, and none "
                 'would be loaded from them: shard by FSDP2 (fsdp_config={"version": 2, ...}), or train with '

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -258,8 +258,8 @@ class ModelTree:
 
     def resized(
         self, records: Iterable[ParameterRecord]
-    ) -> list[tuple[ParameterRecord, NamedTensor]]:
-        """Return the base's tensors that others made of recorded ones by resizing embeddings.
+    ) -> Iterator[tuple[ParameterRecord, NamedTensor]]:
+        """Yield the base's tensors that others made of recorded ones by resizing embeddings.
 
         They are embeddings of another size, and what has a recorded name and as many
         rows, as a new head. They may have been resized back to their size.
@@ -269,7 +269,6 @@ class ModelTree:
         standing = {id(there): there for r in lost for there in self.at_places(r)}
         rows = {there.shape[:1] for there in standing.values()}
         named = {tensor.fqn: tensor for tensor in self.base_tensors} if lost else {}
-        found = []
         for record in lost:
             tensor = named.get(record.fqn)
             if tensor is None or id(tensor.parameter) in self.known:
@@ -279,9 +278,7 @@ class ModelTree:
             if id(parameter) in standing:
                 is_resized = record.was_resized(parameter)
             if is_resized and not is_sharded_tensor(parameter):
-                found.append((record, tensor))
-
-        return found
+                yield record, tensor
 
     @cached_property
     def adapters(self) -> list[Node]:

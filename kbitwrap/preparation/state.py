@@ -11,7 +11,7 @@ import copy
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -137,18 +137,16 @@ class Original(ModelState):
         """Whether a parameter required grad."""
         return bool(self.parameters[record]["requires_grad"])
 
-    def turned_on(self, tree: ModelTree) -> list[TensorRef]:
-        """Return the places of base parameters that a restore makes trainable.
+    def turned_on(self, tree: ModelTree) -> Iterator[TensorRef]:
+        """Yield the places of base parameters that a restore makes trainable.
 
         There are none where no adapter is live: then only the base can be trained.
         """
-        found = []
         for record in dict.fromkeys(self.base.values()) if tree.adapter_ids else ():
             parameter = record.there()
             is_frozen = parameter is not None and not parameter.requires_grad
             if is_frozen and self.flag(record):
-                found.append(record.refs[0])
-        return found
+                yield record.refs[0]
 
     def is_alias(self, module: nn.Module, name: str) -> bool:
         """Whether a new name has a parameter that the module had under another.
