@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from tqdm.auto import tqdm
 
 import kbitwrap
 from kbitwrap import (
@@ -274,6 +275,13 @@ def test_inference_mode_and_default_devices_make_no_difference() -> None:
             second = prepared.manifest()
             second.check(model)
     assert not first.diff(second)
+
+
+def test_a_manifest_without_a_bar_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor", None)  # the thread that watches bars
+    with KbitPreparedModel(tied(), precision="full") as prepared:
+        prepared.manifest()
+    assert tqdm.monitor is None
 
 
 @pytest.mark.parametrize("progress", [True, False])
