@@ -163,19 +163,23 @@ def checkpoint_writer(
     num_bytes: int | None = None,
 ) -> Iterator[CheckpointWriter]:
     """Write a checkpoint as `staged` writes a folder, and tell of the bytes."""
-    disable = None if progress is None else progress is not True
-    with staged(path, overwrite=overwrite, owns=owns, sources=sources) as folder:
-        with tqdm(
-            total=num_bytes,
-            desc=task,
-            unit="B",
-            unit_scale=True,
-            disable=disable,
-            leave=False,
-        ) as bar:
-            told = progress if callable(progress) else bar.update
-            writer = CheckpointWriter(folder, told)
-            yield writer
+    told = progress if callable(progress) else None
+    with contextlib.ExitStack() as stack:
+        staging = staged(path, overwrite=overwrite, owns=owns, sources=sources)
+        folder = stack.enter_context(staging)
+        # a bar of tqdm starts a thread that stays, shown or not
+        if progress is None or progress is True:
+            bar = tqdm(
+                total=num_bytes,
+                desc=task,
+                unit="B",
+                unit_scale=True,
+                disable=None if progress is None else False,
+                leave=False,
+            )
+            told = stack.enter_context(bar).update
+        writer = CheckpointWriter(folder, told)
+        yield writer
         found = [path for path in folder.rglob("*") if path.is_file()]
         names = [path.relative_to(folder).as_posix() for path in found]
         writer.files = tuple(sorted(names))

@@ -6,6 +6,7 @@ import datetime
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -277,10 +278,13 @@ def test_inference_mode_and_default_devices_make_no_difference() -> None:
     assert not first.diff(second)
 
 
-def test_a_manifest_without_a_bar_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_and_an_export_without_a_bar_start_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tqdm, "monitor", None)  # the thread that watches bars
     with KbitPreparedModel(tied(), precision="full") as prepared:
         prepared.manifest()
+        prepared.export(tmp_path / "base")
     assert tqdm.monitor is None
 
 
