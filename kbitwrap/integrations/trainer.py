@@ -541,7 +541,7 @@ def _compare_numerics(
         if before not in (None, now):
             warnings.warn(
                 f"the adapter {name!r} was {' and '.join(before)} at step {step}, and is {' and '.join(now)} now: "
-                "losses will differ in the last digits; resume inside prepared_trainer(trainer, "
+                "its losses differ from those of a run that never stopped; resume inside prepared_trainer(trainer, "
                 f"adapter_dtype={before[0]!r})",
                 UserWarning,
                 stacklevel=4,
