@@ -1,7 +1,7 @@
 """Makes README.md the front page of the site, and names the version in its header, when the site is built.
 
 The line `<!-- README.md -->` of docs/index.md is replaced by the text of README.md up to `## Developing`, with links as
-they are from the folder docs/.
+they are from the folder docs/. Links of other pages to README.md lead there.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marker: the event of MkDocs."""
-    return markdown.replace(_MARKER, front_page())
+    """Replace the marker, and links to README.md: the event of MkDocs."""
+    return markdown.replace(_MARKER, front_page()).replace("](../README.md", "](index.md")

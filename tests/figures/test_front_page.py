@@ -38,8 +38,7 @@ def saved(front: Any) -> dict[str, Any]:
 def test_what_a_merge_loses_is_what_was_measured(front: Any, saved: dict[str, Any]) -> None:
     assert saved["divergence_left"] == pytest.approx(front.merge_losses())
     lost = {way: f"{100 * part:.2g} %" for way, part in saved["divergence_left"].items()}
-    assert f"the merge leaves {lost[front.HALF]} of the divergence" in README
-    assert f"PEFT's merge in 4 bits leaves {lost[front.PEFTS]}." in README
+    assert f"Our merge leaves {lost[front.HALF]}, PEFT's 4-bit merge {lost[front.PEFTS]}." in README
     assert f"a merge onto the original weights {lost[front.RELOAD]} in the mean" in PICTURES
     assert f"as small as the 4-bit base, and leaves {lost[front.QUANTIZED]}." in README
 
@@ -108,7 +107,7 @@ def test_what_pefts_function_leaves_is_what_was_measured(figures: Callable[[str]
         f"PEFT's `prepare_model_for_kbit_training` leaves {peft['left']['dtypes']} tensors of a Mistral-7B in float32"
     )
     assert said in README
-    said = f"{int(peft['left_bytes'] / 2**20)} MiB more, and changed attributes on {peft['left']['attributes']} modules"
+    said = f"{int(peft['left_bytes'] / 2**20)} MiB more. It changes attributes on {peft['left']['attributes']} modules"
     assert said in README
     assert not any(any(way["left"].values()) for way in ways.values())
 

@@ -106,7 +106,7 @@ def test_pages_are_written_from_what_was_measured(gpu: Any, tmp_path: Path, monk
     assert "| norms, 1 x 512 | -1.50 |" in page
     assert "| Llama: export and merge | the same bits, 21 tensors |" in page
     assert "Nothing was measured yet" not in page
-    assert "We measured nothing on a GPU yet" not in readme
+    assert "We measured nothing on a GPU ourselves yet" not in readme
     assert "training steps of\na 7B and an 8B model, 1 are within 2 % of the prediction" in readme
     assert "1,024.0\nMiB more" in readme
     assert json.loads(gpu.FIGURES.read_text()) == gpu.read(tmp_path)
