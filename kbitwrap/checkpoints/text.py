@@ -306,6 +306,11 @@ def _tokenize(
     if isinstance(texts, (str, os.PathLike)):
         name = os.fspath(texts)
         numbered = _read_texts(Path(name))
+    elif isinstance(texts, Mapping):
+        raise ConfigError(
+            f"texts: expected a sequence, such as one split of a dataset, found a {type(texts).__name__} of "
+            f"{first_of([*map(shown, texts)])}"
+        )
     else:
         numbered = enumerate(texts, 1)
     rows: list[Tensor] = []
@@ -348,14 +353,15 @@ def _tokenize(
 
 def _read_texts(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file of JSON lines with their numbers, or the pieces of plain text."""
-    if path.suffix == ".json":
+    suffix = path.suffix.lower()
+    if suffix == ".json":
         raise ConfigError(
             f"{path}: expected JSON lines (.jsonl) or plain text; call JSON lines .jsonl"
         )
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
-            if path.suffix != ".jsonl":
+            if suffix != ".jsonl":
                 yield from enumerate(_PIECE.findall(file.read()), 1)
                 return
             for number, line in enumerate(file, 1):
@@ -364,7 +370,7 @@ def _read_texts(path: Path) -> Iterator[tuple[int, Any]]:
     except (OSError, UnicodeError) as error:
         reason = "no such file" if not path.exists() else in_one_line(error)
         raise ConfigError(f"{path}: {reason}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}, line {number}: expected a row of JSON: {in_one_line(error)}"
         ) from error

@@ -428,6 +428,12 @@ def test_a_dataset_is_measured_on_its_rows(run: TextRun) -> None:
     assert found == compare_merges(run.adapter, run.texts[:3], **options).merges["half"]
 
 
+def test_the_splits_of_a_dataset_are_not_taken_for_its_texts(run: TextRun) -> None:
+    splits: Any = {"train": run.texts, "test": run.texts}
+    with pytest.raises(ConfigError, match="expected a sequence, such as one split of a dataset, found a dict of"):
+        compare_merges(run.adapter, splits, base=run.base)
+
+
 @pytest.mark.parametrize("options", [{"samples": -1}, {"samples": 1}, {"forms": []}])
 def test_too_few_samples_and_no_form_are_refused(options: dict[str, Any], run: TextRun) -> None:
     with pytest.raises(ConfigError, match="expected at least two samples and one form"):
@@ -493,6 +499,7 @@ def test_the_tokenizer_is_the_merged_folders_then_the_adapters_then_the_bases(ru
         ('{"text": "some"}\n{"text": ""}', "some.jsonl, line 2: expected 'text' or 'messages' that is not empty"),
         ('{"text": "some"}\nsome', "some.jsonl, line 2: expected a row of JSON: Expecting value: line 1"),
         ('{"text": "some"}', "some.jsonl: expected at least two texts, found 1"),
+        ("[" * 100_000, "some.jsonl, line 1: expected a row of JSON: maximum recursion depth exceeded"),
         ("", "some.jsonl: expected at least two texts, found 0"),
     ],
 )
