@@ -173,15 +173,24 @@ def load_base(
     if manifest is not None and (
         settings is None or QUANTIZATION not in manifest.unknown
     ):
-        residual = [] if saved is None else _rewritten(manifest, saved)
-        check = begin_check(manifest, model, [*unknown, *residual])
+        others = [] if saved is None else _rewritten(manifest, saved)
+        check = begin_check(manifest, model, [*unknown, *others])
 
     unexpected = _unexpected_tensors(source, model, own_classes)
     return TrainedBase(os.fspath(source), model, unknown, check, unexpected)
 
 
 def _rewritten(manifest: Manifest, saved: SavedAdapter) -> Iterator[str]:
-    """Yield the tensors that a callback recorded after PEFT's initializer, as PiSSA, had left a residual in them."""
+    """Yield the tensors that may have been recorded with other values than the base's.
+
+    They are those that were trained and are saved with the adapter, as biases, and were
+    recorded when a run was resumed; and those that a callback recorded after PEFT's
+    initializer, as PiSSA, had left a residual in them.
+    """
+    for fqn in saved.held & manifest.rows.keys():
+        if manifest.tensors[fqn].prepared_requires_grad:
+            yield fqn
+
     was_before = NOT_PREPARED not in manifest.unknown or not manifest.adapters
     if was_before or not rewrites_base(saved.config):
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from kbitwrap import ManifestMismatchError, doctor, merge_checkpoint
 from kbitwrap.integrations import KbitTrainerCallback
@@ -36,6 +37,21 @@ def test_a_run_is_merged_by_its_record_though_that_has_the_residual(
     base.save_pretrained(tmp_path / "other")
     with pytest.raises(ManifestMismatchError, match=r"model\.norm\.weight"):
         merge_checkpoint(tmp_path / "other", checkpoint, tmp_path / "wrong", device="cpu")
+
+
+def test_a_resumed_run_that_trains_biases_is_merged_by_its_record(tmp_path: Path) -> None:
+    base: Any = zoo.load("llama", None, torch.float32, num_hidden_layers=1, attention_bias=True)
+    base.save_pretrained(tmp_path / "base")
+    for num_steps in (2, 3):
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        adapted = adapt(model, bias="lora_only", lora_dropout=0.0)
+        callback = KbitTrainerCallback(merge_to=tmp_path / "live")
+        trainer = trainer_for(adapted, tmp_path / "run", callbacks=[callback], **EVERY_STEP, max_steps=num_steps)
+        trainer.train(resume_from_checkpoint=num_steps == 3)
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    merge_checkpoint(tmp_path / "base", checkpoint, tmp_path / "saved", device="cpu")
+    assert_same_model(tmp_path / "live", tmp_path / "saved")
+    assert doctor(checkpoint, base=tmp_path / "base").findings == ()
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("no memory")])
