@@ -33,7 +33,7 @@ from ..reports import Report, first_of, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
 from .base import load_adapted, load_base, named_base
-from .base_quantization import find_quantization, run_on_original
+from .base_quantization import find_quantization
 from .measure import ORIGINAL
 from .merge import merge_checkpoint
 from .reader import load_manifest, saved_manifest
@@ -169,8 +169,8 @@ def compare_merges(
             or after the positions that the model learned.
         base: The base, as for `merge_checkpoint`.
         forms: The merges: ``"half"``, ``"mixed"`` and ``"quantized"``, as for
-            `merge_checkpoint`; ``"original"``, PEFT's merge onto the base's original
-            weights; and folders that any tool merged. The tokenizer is that of such a
+            `merge_checkpoint`; ``"original"``, onto the base's original weights, as for
+            it too; and folders that any tool merged. The tokenizer is that of such a
             folder, or else the adapter's, or the base's.
         samples: The most texts that are taken, from the beginning.
         progress: A function that is called before each text, with words on how far the
@@ -221,12 +221,12 @@ def compare_merges(
         rows = [row[: max(num_positions - num_virtual, 2)] for row in rows]
 
     def load(form: str, merged: str) -> Any:
-        if form in FORMS:
+        if form in _FORMS:
             options = {**merging, "merge_as": form, "overwrite": True}
             if NO_GAIN in merge_checkpoint(base, saved.folder, merged, **options).notes:
                 raise ExportError(NO_GAIN)
             form = merged
-        if form not in (_MODEL, _BASE_MODEL, ORIGINAL):
+        if form not in (_MODEL, _BASE_MODEL):
             read, missing = load_pretrained(form, None, None, device, None, trust)
             if missing:
                 raise ConfigError(
@@ -234,28 +234,15 @@ def compare_merges(
                     f"{first_of(sorted(missing))}"
                 )
             return read
-        run: Any = (record, quantization, dtype)
-        if form == ORIGINAL:
-            run = run_on_original(quantization, record, dtype)
-        options = {"may_be_pending": False}
-        model: Any
-        if form == _BASE_MODEL:
-            trained = load_base(base, saved, record, quantization, dtype, device, trust)
-            for fqn, start in trained.unknown.items():
-                trained.model.get_parameter(fqn).data[start:] = 0
-            return trained.model
-        trained, model = load_adapted(base, saved, *run, device, trust, **options)
-        trained.finish_check()
+        run: Any = (record, quantization, dtype, device, trust)
         if form == _MODEL:
+            trained, model = load_adapted(base, saved, *run, may_be_pending=False)
+            trained.finish_check()
             return model
-        try:
-            return model.merge_and_unload()
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of PEFT's many methods
-            raise ExportError(
-                f"PEFT does not merge it: {in_one_line(error)}"
-            ) from error
+        trained = load_base(base, saved, *run)
+        for fqn, start in trained.unknown.items():
+            trained.model.get_parameter(fqn).data[start:] = 0
+        return trained.model
 
     measured: dict[str, Tensor] = {}
     notes = []
@@ -442,9 +429,9 @@ def _predict(
 
 def _gather(found: Tensor, likely: Tensor) -> Tensor:
     """Return the log-probabilities of some tokens, and that of all others together."""
-    some = found.gather(-1, likely).exp()
-    others = 1 - some.sum(-1, keepdim=True)
-    return torch.cat([some, others.clamp(min=_NOTHING)], -1).log()
+    some = found.gather(-1, likely)
+    others = 1 - some.exp().sum(-1, keepdim=True)
+    return torch.cat([some, others.clamp(min=_NOTHING).log()], -1)
 
 
 def _error(values: Tensor) -> float:

@@ -278,6 +278,33 @@ def test_the_original_form_is_written_by_its_name_and_is_pefts_merge(
     assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("scale", [0.01, 100])  # a large one, and one that leaves nothing of the base
+def test_the_original_form_is_measured_as_it_is_written(scale: float, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = LlamaConfig(num_attention_heads=2, initializer_range=0.2, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    run = TextRun(tmp_path, "nf4", None)
+    run.texts = TEXTS
+    lora = LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(run.load(), lora)
+    for name, parameter in model.named_parameters():
+        if "lora_embedding_B" in name:
+            parameter.data *= scale
+    model.save_pretrained(run.adapter, save_embedding_layers=False)
+
+    options: dict[str, Any] = {"device": "cpu", "quantization_config": bitsandbytes_config("nf4", torch.bfloat16)}
+    found = compare_merges(run.adapter, TEXTS, base=run.base, forms=["original"], **options).merges["original"]
+    merge_checkpoint(run.base, run.adapter, tmp_path / "merged", merge_as="original", **options)
+    losses, predicted = run.evaluate(run.load(folder=tmp_path / "merged"))
+    assert found.loss["merged"] == pytest.approx(float(losses.mean()), rel=1e-6)
+    _, of_adapter = run.evaluate(run.adapter_model())
+    _, of_base = run.evaluate(run.load("nf4"))
+    left = divergences(predicted, of_adapter).mean() / divergences(of_base, of_adapter).mean()
+    assert found.divergence_left == pytest.approx(float(left), rel=1e-5)
+
+
 def test_forms_that_cannot_be_merged_are_named_with_the_reason(run: TextRun) -> None:
     forms = ["half", "mixed"]
     found = compare_merges(run.adapter, run.texts[:3], base=run.base, forms=forms, device="cpu")
@@ -288,19 +315,21 @@ def test_forms_that_cannot_be_merged_are_named_with_the_reason(run: TextRun) -> 
         compare_merges(run.adapter, run.texts[:3], base=run.base, forms=["mixed"], device="cpu")
 
 
-def test_what_peft_does_not_merge_is_named_with_the_reason(run: TextRun, tmp_path: Path) -> None:
+def test_what_cannot_be_merged_onto_the_original_weights_is_named_with_the_reason(run: TextRun, tmp_path: Path) -> None:
     config = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     get_peft_model(run.load(run.quant), config).save_pretrained(tmp_path)
     options: dict[str, Any] = {"quantization_config": bitsandbytes_config(run.quant, torch.bfloat16), "device": "cpu"}
     found = compare_merges(tmp_path, run.texts[:3], base=run.base, forms=["original", run.base], **options)
     assert [*found.merges] == [str(run.base)]
-    assert found.notes[0].startswith("original is not measured: PEFT does not merge it: ")
+    assert found.notes[0].startswith("original is not measured: the model: PeftModelForCausalLM (peft_model) with")
+    assert "cannot be merged exactly: PREFIX_TUNING adds to the input" in found.notes[0]
 
 
 def test_a_merge_for_which_the_disk_has_no_room_is_a_note_and_the_others_are_measured(
     run: TextRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
+        monkeypatch.undo()  # the next one has room
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", refuse)
