@@ -31,7 +31,14 @@ from .console import (
     working,
 )
 from .limits import budget_of, budget_of_step, on_unified, verdict
-from .usage import Budget, DeviceMemory, Unified, expect_one_at_most, given
+from .usage import (
+    PRECISIONS,
+    Budget,
+    DeviceMemory,
+    Unified,
+    expect_one_at_most,
+    given,
+)
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = (
@@ -40,7 +47,7 @@ HELP = (
     "kbitwrap run --precision norms train.py --epochs 3\n\n"
     "The first says whether a step of the script fits a GPU of 24 GiB, and trains nothing. The second trains, prepared "
     "by kbitwrap in place of PEFT: nothing in the script is edited. Options before SCRIPT are kbitwrap's, those after "
-    "it the script's.\n\n"
+    "it the script's; one that has the name of kbitwrap's own is the script's after 'kbitwrap run -- SCRIPT'.\n\n"
     "The script is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the "
     "moment that PEFT is imported. Processes that the script starts are not affected.\n\n"
     "With --plan it runs until a trainer of transformers or TRL would train, prints what a step will take and whether "
@@ -52,6 +59,7 @@ HELP = (
 SETTINGS = {"allow_interspersed_args": False}
 # FSDP takes what "compute" puts in front of a weight for the weight.
 _FSDP = re.compile(r"fsdp|fully_shard", re.IGNORECASE)
+_OWN = ("--plan", "--precision", "--budget", "--device-memory", "--unified", "--load")
 
 
 class _Stopped(BaseException):
@@ -59,6 +67,7 @@ class _Stopped(BaseException):
 
 
 def command(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     arguments: Annotated[
         list[str] | None,
@@ -112,6 +121,9 @@ def command(
         raise InputError(f"cannot read the script {os.path.abspath(script)!r}")
     arguments, why = arguments or [], ""
     text = Path(script).read_text("utf-8", errors="replace")
+    before_script = context.obj[: len(context.obj) - len(arguments) - 1]
+    if before_script[-1] != "--":
+        _refuse_misplaced(arguments, text)
     said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
     if precision is None and _FSDP.search("\n".join(said)):
         precision, why = (
@@ -138,6 +150,27 @@ def command(
         remedy = "" if load else "; its models have weights only with --load"
         raise InputError(f"the script ended before a trainer's train(){remedy}")
     return _tell_step(*trainers[0], limit, unified)
+
+
+def _refuse_misplaced(arguments: list[str], text: str) -> None:
+    """Refuse an option of ``run`` that stands among the script's arguments, unless it may be the script's.
+
+    ``--plan`` is always refused: to pass it on would be to train. Another is the script's
+    where the script's text names it, or where its value is none of kbitwrap's.
+    """
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if argument == "--":
+            return
+        name, _, value = argument.partition("=")
+        named = re.escape(name[2:]).replace(r"\-", "[-_]")
+        is_own = name in _OWN and not re.search(rf"\b{named}\b", text)
+        if name == "--precision" and (value or following) not in PRECISIONS:
+            is_own = False
+        if is_own or name == "--plan":
+            raise InputError(
+                f"{name} stands after SCRIPT, so the script would get it: put it before SCRIPT, or -- before SCRIPT if "
+                "it is the script's"
+            )
 
 
 def _tell_step(
