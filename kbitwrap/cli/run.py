@@ -18,6 +18,7 @@ from unittest import mock
 import typer
 
 from .. import KbitWrapError, Precision
+from ..config import format_bytes
 from ..foresight.imports import when_imported
 from ..reports import first_of
 from .console import (
@@ -30,7 +31,7 @@ from .console import (
     show,
     working,
 )
-from .limits import budget_of, budget_of_step, on_unified, verdict
+from .limits import budget_of, budget_of_step, memory_of
 from .usage import (
     PRECISIONS,
     Budget,
@@ -149,7 +150,7 @@ def command(
     if not trainers:
         remedy = "" if load else "; its models have weights only with --load"
         raise InputError(f"the script ended before a trainer's train(){remedy}")
-    return _tell_step(*trainers[0], limit, unified)
+    return _tell_step(*trainers[0], limit, device_memory, unified)
 
 
 def _refuse_misplaced(arguments: list[str], text: str) -> None:
@@ -177,37 +178,45 @@ def _tell_step(
     trainer: Any,
     settings: dict[str, Any],
     limit: int | None,
+    device_memory: str | None,
     is_unified: bool,
 ) -> int:
-    """Print what a step of a trainer takes, and whether it fits; return the exit status."""
+    """Print what a step of a trainer takes, and whether it fits; return the exit status.
+
+    A step that has to fit a device's memory is predicted for CUDA, also where the script
+    trains on a CPU.
+    """
     import torch
 
     from .. import StepPredictor, prepared_of
-    from .step import of_batch, tables_of
+    from .step import of_batch, parts_of
 
     prepared = prepared_of(trainer.model)
     if prepared is not None:
         settings = asdict(prepared.config)
         prepared.restore()
-    kernels = "cpu" if trainer.args.use_cpu else "cuda"
-    if kernels == "cuda" and torch.cuda.is_available() and limit is None:
+    kernels = "cuda"
+    if trainer.args.use_cpu and device_memory is None:
+        kernels = "cpu"
+    elif trainer.args.use_cpu:
+        say(
+            "note: the script trains on a CPU (use_cpu); its step is predicted for a GPU of --device-memory"
+        )
+    elif torch.cuda.is_available() and limit is None:
         there = torch.cuda.get_device_properties(0)
         is_unified = bool(there.is_integrated)
         limit = budget_of(None, there.total_memory, is_unified)
+        device_memory = format_bytes(there.total_memory)
     with working(f"predicting the step of {type(trainer).__name__}", is_script=True):
         predict = StepPredictor(trainer, kernels=kernels, **settings)
         step = predict()
         fits = limit is None or predict.fits(
             budget_of_step(step, limit, is_unified), step.batch_size, step.seq_len
         )
-    if limit is not None:
-        show(verdict(limit, {step.precision: fits}))
-    show(
-        f"a step of {type(trainer).__name__}, {of_batch(step)}",
-        *tables_of({step.precision: step.to_dict()}),
-    )
-    if is_unified:
-        show(on_unified(step.mapped_bytes))
+    title = f"a step of {type(trainer).__name__}, {of_batch(step)}"
+    steps = {step.precision: {**step.to_dict(), "fits": fits}}
+    memory = "" if limit is None else memory_of(limit, device_memory)
+    show(*parts_of(title, step, steps, memory, is_unified))
     return EXIT_DONE if fits else EXIT_NO
 
 
