@@ -175,7 +175,11 @@ def test_doctor_of_a_folder_says_what_its_manifest_records(
     shutil.copy(saved / "kbitwrap.json", tmp_path / "run")
     alone = run_json(capsys, "doctor", saved / "kbitwrap.json")[1]
     assert run_json(capsys, "doctor", tmp_path / "run")[1]["manifest"] == alone
-    assert run(capsys, "doctor", tmp_path / "run")[1].endswith(run(capsys, "doctor", saved / "kbitwrap.json")[1])
+    rows = run(capsys, "doctor", saved / "kbitwrap.json")[1]
+    assert run(capsys, "doctor", tmp_path / "run", "--verbose")[1].endswith(rows)
+    last = run(capsys, "doctor", tmp_path / "run")[1].splitlines()[-1]
+    assert last.startswith("the manifest is of LlamaForCausalLM from ")
+    assert last.endswith("; --verbose prints what it records")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", b'{"format": "kbitwrap-manifest", "version": 9}'])
