@@ -29,7 +29,7 @@ from ..model.pretrained import load_pretrained, read_config
 from ..model.quantization import BITSANDBYTES, keep_kernels_of_training
 from ..model.wrappers import unwrap
 from ..preparation.process import empty_cache, plain_mode
-from ..reports import Report, first_of, in_one_line, shown, table
+from ..reports import Report, caller_level, first_of, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
 from .base import load_adapted, load_base, named_base
@@ -175,7 +175,8 @@ def compare_merges(
 
     Args:
         adapter: The folder that PEFT saved the adapter in, or its name on the hub.
-        texts: A file: JSON lines that have ``text`` or ``messages`` (``.jsonl``), or else
+        texts: A file: JSON lines that have ``text``, or ``messages``, or ``prompt`` and
+            ``completion`` (``.jsonl``), or else
             plain text, which is cut into pieces of 2,048 characters. Or the texts, as
             strings or such rows, a ``Dataset`` too. Each is cut after 512 tokens,
             or after the positions that the model learned.
@@ -320,10 +321,14 @@ def _tokenize(
         for number, text in numbered:
             if isinstance(text, dict):
                 found = text.get("text") or text.get("messages")
+                parts = text.get("prompt"), text.get("completion")
+                if not found and all(parts) and type(parts[0]) is type(parts[1]):
+                    found = parts[0] + parts[1]  # texts, or messages
                 if not found:
                     keys = ", ".join(map(shown, text))
                     raise ConfigError(
-                        f"{name}, line {number}: expected 'text' or 'messages' that is not empty, found {keys}"
+                        f"{name}, line {number}: expected 'text' or 'messages' that is not empty, or 'prompt' and "
+                        f"'completion', found {keys}"
                     )
                 text = found
             is_chat = not isinstance(text, str)
@@ -350,6 +355,15 @@ def _tokenize(
     return rows
 
 
+def _looks_like_rows(text: str) -> bool:
+    """Return whether the first lines of a text, up to three, are JSON objects."""
+    try:
+        rows = [json.loads(line) for line in text.split("\n", 3)[:3] if line.strip()]
+    except (ValueError, RecursionError):
+        return False
+    return bool(rows) and all(isinstance(row, dict) for row in rows)
+
+
 def _read_texts(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file of JSON lines with their numbers, or the pieces of plain text."""
     suffix = path.suffix.lower()
@@ -361,7 +375,14 @@ def _read_texts(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             if suffix != ".jsonl":
-                yield from enumerate(_PIECE.findall(file.read()), 1)
+                text = file.read()
+                if _looks_like_rows(text):
+                    warnings.warn(
+                        f"{path} is read as plain text, and its lines are JSON: call it .jsonl to read them as rows",
+                        UserWarning,
+                        caller_level(),
+                    )
+                yield from enumerate(_PIECE.findall(text), 1)
                 return
             for number, line in enumerate(file, 1):
                 if not line.isspace():

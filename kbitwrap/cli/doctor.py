@@ -59,7 +59,7 @@ HELP = (
     "fault, or not measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.\n\n"
     "Of tensors that a preparation left in float32 it prints which they are, what they waste, and the command that "
     "gives them their dtypes back; of a manifest, with --verbose of that in PATH too, which model was prepared, and "
-    "how. The manifest of an adapter is compared with BASE, or with the folder that the adapter names, if it is here.\n\n"
+    "how. The manifest of an adapter is compared with BASE, or with the folder that the adapter names.\n\n"
     "Is a merged model what was trained? With --adapter every tensor of PATH is compared with the adapter and its "
     "base, whatever tool merged them: how much of what the adapter learned is there, what is wrong where it is not, "
     "and what of the base's files is missing. With --text FILE its loss on your own texts is compared, too: the part "
@@ -106,7 +106,7 @@ def command(
         typer.Option(
             metavar="FILE",
             help="With --adapter: compare PATH with the adapter model by its loss on FILE, JSON lines (.jsonl) with "
-            "text or messages, or plain text.",
+            "text, or messages, or prompt and completion, or plain text.",
         ),
     ] = None,
     samples: Samples = 64,

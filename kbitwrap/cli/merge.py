@@ -122,8 +122,8 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare the forms by their loss on FILE, JSON lines (.jsonl) with text or messages, or plain text; "
-            "--out then writes the form that is recommended, or that of --as.",
+            help="Compare the forms by their loss on FILE, JSON lines (.jsonl) with text, or messages, or prompt and "
+            "completion, or plain text; --out then writes the form that is recommended, or that of --as.",
         ),
     ] = None,
     samples: Samples = 64,

@@ -144,9 +144,18 @@ def command(
         raise _Stopped
 
     stopping = instead_of_training(stop, precision=precision, loads=load)
-    with contextlib.suppress(_Stopped, SystemExit):
+    is_loop = "backward(" in text and "Trainer" not in text
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(_Stopped, SystemExit))
+        if is_loop:  # it has to fail, without weights or at its backward
+            stack.enter_context(mock.patch.object(sys, "excepthook"))
         if _run(script, arguments, stopping) == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
+    if not trainers and is_loop:
+        raise InputError(
+            "the script ended before a trainer's train(): there is no trainer in it; 'kbitwrap plan MODEL --step' "
+            "answers for a loop"
+        )
     if not trainers:
         remedy = "" if load else "; its models have weights only with --load"
         raise InputError(f"the script ended before a trainer's train(){remedy}")

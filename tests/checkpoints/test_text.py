@@ -290,6 +290,31 @@ def test_where_the_adapter_gains_nothing_no_form_is_recommended(
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
+def test_a_prompt_and_its_completion_are_read_as_one_text(run: TextRun, tmp_path: Path) -> None:
+    def losses(rows: list[Any]) -> Any:
+        return compare_merges(run.adapter, rows, base=run.base, forms=["half"], device="cpu").merges["half"].loss
+
+    whole = [{"text": text} for text in run.texts[:3]]
+    assert losses([{"prompt": text[:9], "completion": text[9:]} for text in run.texts[:3]]) == losses(whole)
+    turns = [{"role": "user", "content": "a question"}], [{"role": "assistant", "content": "an answer"}]
+    parts, joined = {"prompt": turns[0], "completion": turns[1]}, {"messages": [*turns[0], *turns[1]]}
+    assert losses([parts, parts]) == losses([joined, joined])
+
+
+def test_plain_text_whose_lines_are_rows_is_told(
+    run: TextRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.txt"
+    arguments = ["merge", str(run.base), str(run.adapter), "--compare", str(file), "--device", "cpu"]
+    file.write_text(f"{json.dumps({'text': 'x' * 99})}\n" * 50)
+    assert main(arguments) == 0
+    note = f"{file} is read as plain text, and its lines are JSON: call it .jsonl to read them as rows"
+    assert capsys.readouterr().err.startswith(f"kbitwrap: note: {note}\n")
+    file.write_text("[1]\n" * 1200)
+    assert main(arguments) == 0
+    assert "is read as plain text" not in capsys.readouterr().err
+
+
 def test_the_original_form_is_written_by_its_name_and_is_pefts_merge(
     run: TextRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -546,10 +571,13 @@ def test_the_tokenizer_is_the_merged_folders_then_the_adapters_then_the_bases(ru
     ("content", "said"),
     [
         (
-            '{"text": "some"}\n{"prompt": "some", "completion": "more"}',
-            "some.jsonl, line 2: expected 'text' or 'messages' that is not empty, found 'prompt', 'completion'",
+            '{"text": "some"}\n{"instruction": "some", "output": "more"}',
+            "some.jsonl, line 2: expected 'text' or 'messages' that is not empty, or 'prompt' and 'completion', found "
+            "'instruction', 'output'",
         ),
         ('{"text": "some"}\n{"text": ""}', "some.jsonl, line 2: expected 'text' or 'messages' that is not empty"),
+        ('{"text": "some"}\n{"prompt": "some"}', "or 'prompt' and 'completion', found 'prompt'"),
+        ('{"text": "some"}\n{"prompt": "some", "completion": [{}]}', "or 'prompt' and 'completion', found"),
         ('{"text": "some"}\nsome', "some.jsonl, line 2: expected a row of JSON: Expecting value: line 1"),
         ('{"text": "some"}', "some.jsonl: expected at least two texts, found 1"),
         ("[" * 100_000, "some.jsonl, line 1: expected a row of JSON: maximum recursion depth exceeded"),

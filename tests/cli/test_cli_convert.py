@@ -353,6 +353,9 @@ def test_merge_writes_the_other_forms(
     for fqn, tensor in result["tensors"].items():
         assert tensors_of(out)[fqn].dtype == (torch.uint8 if is_quantized else torch.bfloat16)
         assert tensor["bits"] == (4 if is_quantized else 16)
+    card = (out / "README.md").read_text()
+    assert "of what the adapter adds is in these weights" in card
+    assert ("rounding them is off by" in card) == (not is_quantized)  # at random, it cancels
 
 
 def test_merge_writes_the_dequantized_base_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
