@@ -321,7 +321,7 @@ def _tokenize(
         for number, text in numbered:
             if isinstance(text, dict):
                 found = text.get("text") or text.get("messages")
-                parts = text.get("prompt"), text.get("completion")
+                parts: Any = (text.get("prompt"), text.get("completion"))
                 if not found and all(parts) and type(parts[0]) is type(parts[1]):
                     found = parts[0] + parts[1]  # texts, or messages
                 if not found:

@@ -225,7 +225,8 @@ def test_a_base_that_only_the_adapter_names_and_that_is_nowhere_is_named(
     assert main(arguments[command]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    remedy = "the config of the adapter names this base: give the base that is here"
+    how = "give the base that is here: --base DIR, or for merge DIR before the adapter"
+    remedy = f"the config of the adapter names this base: {how}"
     assert err.splitlines()[-1] == f"kbitwrap: error: there is no model at '/home/someone/base'; {remedy}"
 
 
