@@ -16,6 +16,7 @@ from typing import Any
 from .errors import Different
 
 _IN_LIBRARY = re.compile(rf"{__package__}\.(?!cli\.)")
+_OF_ADAPTER = re.compile(r"\.lora_")
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxtuple = _repr.maxlist = 12
@@ -145,8 +146,15 @@ class RestoreReport(Report):
     def __str__(self) -> str:
         lines = ["restored"]
         for name, fqns in vars(self).items():
-            if fqns:
-                lines.append(f"{name.replace('_', ' ')}: {', '.join(few(fqns))}")
+            others = fqns
+            if name == "foreign":
+                others = tuple(fqn for fqn in fqns if not _OF_ADAPTER.search(fqn))
+            if others != fqns:
+                lines.append(
+                    "your adapter is still on the model: unload() takes it off"
+                )
+            if others:
+                lines.append(f"{name.replace('_', ' ')}: {', '.join(few(others))}")
         return "\n".join(lines)
 
 
@@ -177,8 +185,23 @@ class Differences(Report):
         return lines
 
     def summary(self) -> str:
-        """Write the differences as one line of text: the first five of them, and the number of the others."""
-        return first_of(self.lines(), 5, "; ")
+        """Write the differences as one line of text: the first five of them, and the number of the others.
+
+        Where of the whole only the quantization differs, tensors differ with it: they are counted.
+        """
+        whole = {**self.different.get("", {})}
+        whole.pop("tensors", None)  # one digest of all
+        lines = []
+        for name, (expected, found) in whole.items():
+            setting = name.removeprefix("model.quantization.config.")
+            if setting == name:
+                return first_of(self.lines(), 5, "; ")
+            lines.append(f"{setting}: expected {shown(expected)}, found {shown(found)}")
+        if not lines:
+            return first_of(self.lines(), 5, "; ")
+        num_tensors = len(self.different) - 1 + len(self.missing) + len(self.unexpected)
+        counted = f"; {num_tensors:,} tensors differ with it" if num_tensors else ""
+        return f"another quantization: {'; '.join(lines)}{counted}"
 
     def _brief(self) -> str:
         return self.summary() or self._empty
@@ -339,9 +362,7 @@ class ExportReport(Report):
         if self.kept is not None:
             parts.append(f"{self.kept:.1%} of the delta kept")
         line = f"{self.path}: {', '.join(parts)}"
-        if self.error is None:
+        is_random = any(one.bits < 16 for one in self.tensors.values())
+        if self.error is None or is_random:  # in the sums of a layer that cancels
             return line
-        why = "a larger delta loses less"
-        if any(one.bits < 16 for one in self.tensors.values()):
-            why = "at random: in the sums of a layer it cancels"
-        return f"{line}; rounding is off by {self.error:.1%} of the delta ({why})"
+        return f"{line}; rounding is off by {self.error:.1%} of the delta (a larger delta loses less)"

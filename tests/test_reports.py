@@ -29,6 +29,7 @@ from kbitwrap import (
     predict_step,
 )
 from kbitwrap.checkpoints.doctor import Finding
+from kbitwrap.reports import TensorMeasure
 from support import zoo
 
 HOSTILE = "<script>alert('1')</script>\n\x1b[2J" + "x" * 300
@@ -131,3 +132,30 @@ def test_the_first_names_are_printed_and_how_many_there_are_more() -> None:
     assert RestoreReport(replaced=NAMES).to_dict()["replaced"] == [*NAMES]
     assert [*StateDiff({name: {"value": (1, 2)} for name in NAMES}).to_dict()] == [*NAMES]
     assert len(findings().to_dict()["findings"]) == 352
+
+
+def test_what_stands_of_an_adapter_is_told_in_a_line_and_what_others_added_by_name() -> None:
+    names = tuple(f"layers.{i}.q_proj.lora_A.default.weight" for i in range(20))
+    told = "your adapter is still on the model: unload() takes it off"
+    assert str(RestoreReport(foreign=names)) == f"restored\n{told}"
+    assert str(RestoreReport(foreign=(*names, "extra"))) == f"restored\n{told}\nforeign: extra"
+    assert "lora" not in str(RestoreReport(foreign=("extra",)))
+
+
+def test_the_error_of_rounding_at_random_is_not_told_as_one_of_the_merge() -> None:
+    for bits, is_told in ((16, True), (4, False)):
+        tensors = {"weight": TensorMeasure(1.0, 2.23, bits)}
+        said = str(replace(of_export(), tensors=tensors, kept=1.0, error=2.23))
+        assert "100.0% of the delta kept" in said
+        assert ("rounding is off by 223.0%" in said) == is_told
+
+
+def test_another_quantization_is_told_before_the_tensors_that_differ_with_it() -> None:
+    setting = {"model.quantization.config.bnb_4bit_use_double_quant": (True, None)}
+    said = "another quantization: bnb_4bit_use_double_quant: expected True, found None"
+    assert ManifestDiff({"": {**setting, "tensors": ("a1", "b2")}}).summary() == said
+    tensors = {name: {"digest": ("a1", "b2")} for name in NAMES[:5]}
+    assert ManifestDiff({"": setting, **tensors}, missing=("x",)).summary() == f"{said}; 6 tensors differ with it"
+    of_another = ManifestDiff({"": {**setting, "model.class": ("A", "B")}, **tensors}).summary()
+    assert "model.class: expected 'A', found 'B'" in of_another
+    assert "digest" in of_another

@@ -127,8 +127,9 @@ def read_adapter(adapter: StrPath) -> SavedAdapter:
             raise ConfigError(
                 f"{os.fspath(folder)!r} holds no adapter; its newest checkpoint does: give {newest!r}"
             )
+        absent = "" if os.path.exists(folder) else ": there is no such folder"
         raise ConfigError(
-            f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}"
+            f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}{absent}"
         )
 
     saved = SavedAdapter(folder, read_json(path), read_tensors(file))

@@ -116,7 +116,8 @@ def find_quantization(
         if not is_named or os.path.exists(base):
             raise
         raise ConfigError(
-            f"{error}; the config of the adapter names this base: give the base that is here"
+            f"{error}; the config of the adapter names this base: give the base that is here: "
+            "--base DIR, or for merge DIR before the adapter"
         ) from error
 
     if own is not None:

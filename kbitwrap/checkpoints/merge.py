@@ -78,7 +78,7 @@ _NAME_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BASE_MODEL = 'base_model: "{name}"\n'
 _ADDED = (
     " The {adapter} was added in float32 and {rounded}. {kept:.1%} of what the adapter adds is "
-    "in these weights; rounding them is off by {error:.1%} of its length. `kbitwrap doctor` measures it again."
+    "in these weights{error}. `kbitwrap doctor` measures it again."
 )
 _ROUNDED = {
     HALF: "rounded once",
@@ -404,11 +404,14 @@ def _card(
     title, added = f"{name}, {state}", ""
     if adapter:
         title = f"{name}, merged"
+        error = ""
+        if form.merge_as != QUANTIZED:  # whose random error cancels in a layer's sums
+            error = f"; rounding them is off by {merged.total.error:.1%} of its length"
         added = _ADDED.format(
             adapter=adapter,
             rounded=_ROUNDED[form.merge_as],
             kept=merged.total.kept,
-            error=merged.total.error,
+            error=error,
         )
 
     return _CARD.format(

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from ..config import StrPath
 from ..errors import ConfigError, ExportError
-from ..export.forms import FORMS, HALF, QUANTIZED
+from ..export.forms import FORMS, HALF, MIXED, QUANTIZED
 from ..export.merge import NO_GAIN
 from ..model.pretrained import load_pretrained, read_config
-from ..model.quantization import keep_kernels_of_training
+from ..model.quantization import BITSANDBYTES, keep_kernels_of_training
 from ..model.wrappers import unwrap
 from ..preparation.process import empty_cache, plain_mode
-from ..reports import Report, first_of, in_one_line, shown, table
+from ..reports import Report, caller_level, first_of, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
 from .base import load_adapted, load_base, named_base
@@ -41,6 +41,12 @@ from .reader import load_manifest, saved_manifest
 _ADAPTER, _MERGED, _BASE = "adapter", "merged", "base"
 _MODEL, _BASE_MODEL = "adapter model", "base model"
 _FORMS = (*FORMS, ORIGINAL)
+_LOADS_WITH = {
+    HALF: "anything",
+    MIXED: BITSANDBYTES,
+    QUANTIZED: BITSANDBYTES,
+    ORIGINAL: "anything",
+}
 _MOST = 512  # tokens of a text
 _PIECE = re.compile(r"(?s).{1,2048}")  # of plain text
 _MOST_KEPT = 1024  # tokens whose log-probabilities are kept at each place
@@ -92,15 +98,20 @@ class TextMeasure(Report):
     def __str__(self) -> str:
         adapter, merged = self.loss[_ADAPTER], self.loss[_MERGED]
         error = self.standard_error["difference"]
+        # as many as show two digits of the error
+        decimals = 3
+        if error > 0:
+            decimals = min(max(1 - math.floor(math.log10(error)), 3), 6)
         beside = "as"
         if abs(merged - adapter) > _ERRORS * error:
-            beside = f"{merged - adapter:+.3f} beside"
+            beside = f"{merged - adapter:+.{decimals}f} beside"
         gain = f"{100 * self.gain_kept:.1f} % of the gain"
         if not self.has_gain:
             gain = f"no gain over the base ({self.loss[_BASE]:.3f})"
         return (
-            f"On {self.samples} texts: loss {merged:.3f}, {beside} the adapter model ({adapter:.3f} ± {error:.3f}); "
-            f"{gain}, {100 * self.divergence_left:.1f} % of the divergence left."
+            f"On {self.samples} texts: loss {merged:.{decimals}f}, {beside} the adapter model "
+            f"({adapter:.{decimals}f} ± {error:.{decimals}f}); {gain}, "
+            f"{100 * self.divergence_left:.1f} % of the divergence left."
         )
 
     _brief = __str__
@@ -127,16 +138,17 @@ class MergeComparison(Report):
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [["", "loss", "gain kept, %", "divergence left, %"]]
+        rows = [["", "loss", "gain kept, %", "divergence left, %", "loads with"]]
         for name, one in self.merges.items():
             errors = one.standard_error
             kept = ""
             if one.has_gain:
                 kept = f"{100 * one.gain_kept:.1f} ± {100 * errors['gain_kept']:.1f}"
             left = f"{100 * one.divergence_left:.2f} ± {100 * errors['divergence_left']:.2f}"
-            rows.append([name, f"{one.loss[_MERGED]:.4f}", kept, left])
+            loss, loads = f"{one.loss[_MERGED]:.4f}", _LOADS_WITH.get(name, "")
+            rows.append([name, loss, kept, left, loads])
         for name in (_ADAPTER, _BASE):
-            rows.append([f"({name})", f"{one.loss[name]:.4f}", "", ""])
+            rows.append([f"({name})", f"{one.loss[name]:.4f}", "", "", ""])
         return f"{table(rows)}\n\n{self._brief()}"
 
     def _brief(self) -> str:
@@ -163,10 +175,10 @@ def compare_merges(
 
     Args:
         adapter: The folder that PEFT saved the adapter in, or its name on the hub.
-        texts: A file: JSON lines that have ``text`` or ``messages`` (``.jsonl``), or else
-            plain text, which is cut into pieces of 2,048 characters. Or the texts, as
-            strings or such rows, a ``Dataset`` too. Each is cut after 512 tokens,
-            or after the positions that the model learned.
+        texts: A file: JSON lines (``.jsonl``) that have ``text``, or ``messages``, or
+            ``prompt`` and ``completion``; or else plain text, which is cut into pieces of
+            2,048 characters. Or the texts, as strings or such rows, a ``Dataset`` too.
+            Each is cut after 512 tokens, or after the positions that the model learned.
         base: The base, as for `merge_checkpoint`.
         forms: The merges: ``"half"``, ``"mixed"`` and ``"quantized"``, as for
             `merge_checkpoint`; ``"original"``, onto the base's original weights, as for
@@ -308,10 +320,14 @@ def _tokenize(
         for number, text in numbered:
             if isinstance(text, dict):
                 found = text.get("text") or text.get("messages")
+                parts: Any = (text.get("prompt"), text.get("completion"))
+                if not found and all(parts) and type(parts[0]) is type(parts[1]):
+                    found = parts[0] + parts[1]  # texts, or messages
                 if not found:
                     keys = ", ".join(map(shown, text))
                     raise ConfigError(
-                        f"{name}, line {number}: expected 'text' or 'messages' that is not empty, found {keys}"
+                        f"{name}, line {number}: expected 'text' or 'messages' that is not empty, or 'prompt' and "
+                        f"'completion', found {keys}"
                     )
                 text = found
             is_chat = not isinstance(text, str)
@@ -338,6 +354,15 @@ def _tokenize(
     return rows
 
 
+def _looks_like_rows(text: str) -> bool:
+    """Return whether the first lines of a text, up to three, are JSON objects."""
+    try:
+        rows = [json.loads(line) for line in text.split("\n", 3)[:3] if line.strip()]
+    except (ValueError, RecursionError):
+        return False
+    return bool(rows) and all(isinstance(row, dict) for row in rows)
+
+
 def _read_texts(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file of JSON lines with their numbers, or the pieces of plain text."""
     suffix = path.suffix.lower()
@@ -349,7 +374,14 @@ def _read_texts(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             if suffix != ".jsonl":
-                yield from enumerate(_PIECE.findall(file.read()), 1)
+                text = file.read()
+                if _looks_like_rows(text):
+                    warnings.warn(
+                        f"{path} is read as plain text, and its lines are JSON: call it .jsonl to read them as rows",
+                        UserWarning,
+                        caller_level(),
+                    )
+                yield from enumerate(_PIECE.findall(text), 1)
                 return
             for number, line in enumerate(file, 1):
                 if not line.isspace():

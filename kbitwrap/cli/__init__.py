@@ -139,7 +139,7 @@ def _answer(arguments: list[str]) -> int:
         arguments = with_option_repeated(arguments, "--precision", WAYS)
     command = build_command()
     try:
-        with command.make_context(PROGRAM, arguments) as context:
+        with command.make_context(PROGRAM, [*arguments], obj=arguments) as context:
             status: int = command.invoke(context)
     except typer.Exit as asked:
         return asked.exit_code

@@ -157,6 +157,7 @@ def quiet_libraries() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.filterwarnings("always", "", UserWarning, __package__)
+            warnings.showwarning = lambda message, *_, **__: say(f"note: {message}")
             yield
     finally:
         logging.disable(level)

@@ -58,7 +58,8 @@ HELP = (
     "that was interrupted. Each check made is printed: fine, "
     "fault, or not measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.\n\n"
     "Of tensors that a preparation left in float32 it prints which they are, what they waste, and the command that "
-    "gives them their dtypes back; of a manifest, which model was prepared, and how.\n\n"
+    "gives them their dtypes back; of a manifest, with --verbose of that in PATH too, which model was prepared, and "
+    "how. The manifest of an adapter is compared with BASE, or with the folder that the adapter names.\n\n"
     "Is a merged model what was trained? With --adapter every tensor of PATH is compared with the adapter and its "
     "base, whatever tool merged them: how much of what the adapter learned is there, what is wrong where it is not, "
     "and what of the base's files is missing. With --text FILE its loss on your own texts is compared, too: the part "
@@ -105,12 +106,16 @@ def command(
         typer.Option(
             metavar="FILE",
             help="With --adapter: compare PATH with the adapter model by its loss on FILE, JSON lines (.jsonl) with "
-            "text or messages, or plain text.",
+            "text, or messages, or prompt and completion, or plain text.",
         ),
     ] = None,
     samples: Samples = 64,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Print all that the manifest in PATH records."),
+    ] = False,
     json_: Json = False,
 ) -> int:
     """Examine, and print what was found. 1 if that was a fault, else 0.
@@ -153,11 +158,19 @@ def command(
         from ..checkpoints.inspection import inspect_checkpoint
         from ..checkpoints.reader import has_weights, saved_manifest
 
+        given_base = base
+
         def tell(num_done: int, num_tensors: int) -> None:
             doing.now(f"measuring {path}: {num_done:,} of {num_tensors:,} tensors")
 
+        manifest = saved_manifest(path)
         if adapter is not None and base is None:
             base = named_base(read_adapter(adapter))
+        elif base is None and manifest is not None:
+            with contextlib.suppress(ConfigError):  # of what is no adapter
+                named = named_base(read_adapter(path))
+                base = named if os.path.isdir(named) else None
+        if base is not None and given_base is None:
             say(f"note: the base is {base!r}, which the config of the adapter names")
         measured = damage = None
         if text is not None and adapter is not None:
@@ -187,7 +200,6 @@ def command(
         )
         if damage is not None and not report:  # else the report names it
             raise damage
-        manifest = saved_manifest(path)
         checkpoint = None
         # the report names what is damaged
         with contextlib.suppress(ConfigError):
@@ -211,7 +223,11 @@ def command(
         parts.append(_leftovers(checkpoint, suggestion))
     if manifest is not None:
         result["manifest"] = _record(manifest)
-        parts.append(_recorded(result["manifest"]))
+        told: RenderableType = (
+            f"the manifest is of {manifest.model.class_name} from {shown(manifest.model.name_or_path)}; "
+            "--verbose prints what it records"
+        )
+        parts.append(_recorded(result["manifest"]) if verbose else told)
     show_result(result, parts, json_)
     return EXIT_NO if report else EXIT_DONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..config import format_bytes
+from ..config import format_bytes, parse_bytes
 from .console import InputError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _PROCESS_BYTES = 760_135_680  # once libraries are imported, docs/benchmarks/hos
 
 
 def budget_of(
-    budget: int | None, device_memory: int | None, is_unified: bool = False
+    budget: int | None, device_memory: int | str | None, is_unified: bool = False
 ) -> int | None:
     """Return the bytes that tensors may take: the budget, or what a CUDA context leaves of a device's memory.
 
@@ -32,7 +32,7 @@ def budget_of(
             )
         return budget
     process = _PROCESS_BYTES if is_unified else 0
-    return max(device_memory - _CUDA_CONTEXT_BYTES - process, 0)
+    return max(parse_bytes(device_memory) - _CUDA_CONTEXT_BYTES - process, 0)
 
 
 def budget_of_step(step: StepMemory, budget: int, is_unified: bool) -> int:
@@ -56,13 +56,32 @@ def on_unified(mapped_bytes: int) -> str:
     )
 
 
-def verdict(budget: int, fits: Mapping[str, bool]) -> str:
-    """Say with which precisions something fits, and with which it does not."""
+def memory_of(budget: int, device_memory: str | None) -> str:
+    """Name the memory: the budget, or a device's as it was typed with what is left of it."""
+    left = format_bytes(budget)
+    return left if device_memory is None else f"{device_memory} ({left} for torch)"
+
+
+def verdict(
+    memory: str, fits: Mapping[str, bool], batch: str = "", smaller: str = ""
+) -> str:
+    """Say with which precisions something fits, and with which it does not.
+
+    Args:
+        memory: What it has to fit.
+        fits: The answers by precision.
+        batch: The batch whose step has to fit; ``""`` for a preparation.
+        smaller: A batch that fits with all, or ``""``.
+    """
     fitting = [name for name in fits if fits[name]]
     others = [name for name in fits if not fits[name]]
+    does, does_not = ("fit", "do not fit") if batch else ("fits", "does not fit")
     parts = []
     if fitting:
-        parts.append(f"fits with {', '.join(fitting)}")
+        parts.append(f"{does} with {', '.join(fitting)}")
     if others:
-        parts.append(f"does not fit with {', '.join(others)}")
-    return f"{format_bytes(budget)}: {'; '.join(parts)}."
+        parts.append(f"{does_not} with {', '.join(others)}")
+    if smaller:
+        parts.append(f"{smaller} do")
+    subject = f"{batch} tokens " if batch else ""
+    return f"{memory}: {subject}{'; '.join(parts)}."

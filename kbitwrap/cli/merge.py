@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +46,9 @@ HELP = (
     "random, without bias. With --as original it is merged onto the original weights of BASE, from "
     "before they were quantized. With --no-adapter the dequantized BASE alone is written.\n\n"
     "Which form? With --compare FILE each is merged, and its loss on your own texts is compared with that of the "
-    "adapter model, and with a merge onto the original weights, where these are at hand. The last line says which "
-    "to take, and why. Without --out nothing is written.\n\n"
+    "adapter model, and with a merge onto the original weights, where these are at hand. The table says "
+    "which need bitsandbytes to load; the last line says which to take, and why. With --out that one is written, or "
+    "the form of --as; without --out nothing is written.\n\n"
     "The manifest of the run, kbitwrap.json in ADAPTER or --manifest, says how BASE was quantized, and is compared "
     "with it. Without one, the config.json in ADAPTER says it, where axolotl or another tool saved one. A GPU and a "
     "CPU may quantize a last bit differently: merge on the type of device that was trained on.\n\n"
@@ -69,14 +71,15 @@ def command(
         Path | None, typer.Option(metavar="DST", help="The folder to make.")
     ] = None,
     as_: Annotated[
-        Literal["half", "mixed", "quantized", "original"],
+        Literal["half", "mixed", "quantized", "original"] | None,
         typer.Option(
             "--as",
             metavar="FORM",
             help="The form of the merged model: half, all in 16 bits; mixed, layers that the adapter does not touch "
-            "quantized; quantized, all layers; or original, in 16 bits onto the original weights.",
+            "quantized; quantized, all layers; or original, in 16 bits onto the original weights. If left out, the "
+            "form that --compare recommends, or half.",
         ),
-    ] = "half",
+    ] = None,
     no_adapter: Annotated[
         bool,
         typer.Option(
@@ -119,8 +122,8 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare the forms by their loss on FILE, JSON lines (.jsonl) with text or messages, or plain text; "
-            "--out then writes the form of --as.",
+            help="Compare the forms by their loss on FILE, JSON lines (.jsonl) with text, or messages, or prompt and "
+            "completion, or plain text; --out then writes the form that is recommended, or that of --as.",
         ),
     ] = None,
     samples: Samples = 64,
@@ -167,9 +170,12 @@ def command(
         "trust_remote_code": trust_remote_code,
     }
 
+    recommended = ""
+
     def measure(doing: Doing) -> Any:
         from .. import compare_merges
 
+        nonlocal recommended
         found = compare_merges(
             paths[-1],
             str(compare),
@@ -179,19 +185,28 @@ def command(
             progress=doing.now,
             **options,
         )
-        if out is None and found.recommended:
-            form = f"--as {found.recommended} --out DIR"
-            hints.append(f"to write it, give {form} in place of --compare")
+        recommended = found.recommended
         return found
 
-    hints: list[str] = []
     if compare is not None:
         status = write(measure, f"comparing {paths[-1]}", json_, trust_remote_code)
         if status != EXIT_DONE:
             return status
     if out is None:
-        for hint in hints:
-            say(hint)
+        if recommended:
+            words = ["kbitwrap", "merge", *paths, "--as", recommended, "--out", "DIR"]
+            for name, value in (
+                ("--manifest", manifest),
+                ("--quant", quant),
+                ("--dtype", dtype),
+                ("--seed", seed or None),
+                ("--device", device),
+            ):
+                if value is not None:
+                    words += [name, str(value)]
+            if trust_remote_code:
+                words.append("--trust-remote-code")
+            say(f"to write it: {shlex.join(words)}")
         return EXIT_DONE
 
     def merge(doing: Doing) -> ExportReport:
@@ -202,7 +217,7 @@ def command(
                 base,
                 adapter,
                 str(out),
-                merge_as=as_,
+                merge_as=as_ or recommended or "half",
                 max_shard_size="5GB" if max_shard_size is None else max_shard_size,
                 overwrite=overwrite,
                 progress=doing.written,
@@ -216,6 +231,9 @@ def command(
     status = write(merge, f"merging {' and '.join(paths)}", json_, trust_remote_code)
     if status != EXIT_DONE:
         return status
+    if compare is not None and as_ is None:
+        told = f"{recommended}, which --compare recommends"
+        say(f"wrote {told if recommended else 'half: --compare recommends none'}")
     if adapter is not None and quant is not None:
         # The card says who told the quantization.
         card = (out / "README.md").read_text(encoding="utf-8")

@@ -244,6 +244,7 @@ def command(
             model,
             ways,
             budget_bytes,
+            device_memory,
             unified,
             quant,
             dtype,
@@ -339,5 +340,5 @@ def _plan_preparation(
     ]
     if memory_budget is not None:
         # It names those too that were not asked for: they may be the remedy.
-        parts.insert(0, verdict(memory_budget, fits))
+        parts.insert(0, verdict(format_bytes(memory_budget), fits))
     return result, parts, all(fits[name] for name in ours)

@@ -18,6 +18,7 @@ from unittest import mock
 import typer
 
 from .. import KbitWrapError, Precision
+from ..config import format_bytes
 from ..foresight.imports import when_imported
 from ..reports import first_of
 from .console import (
@@ -30,8 +31,15 @@ from .console import (
     show,
     working,
 )
-from .limits import budget_of, budget_of_step, on_unified, verdict
-from .usage import Budget, DeviceMemory, Unified, expect_one_at_most, given
+from .limits import budget_of, budget_of_step, memory_of
+from .usage import (
+    PRECISIONS,
+    Budget,
+    DeviceMemory,
+    Unified,
+    expect_one_at_most,
+    given,
+)
 
 SUMMARY = "Run a script in which PEFT's prepare_model_for_kbit_training is kbitwrap's."
 HELP = (
@@ -40,7 +48,7 @@ HELP = (
     "kbitwrap run --precision norms train.py --epochs 3\n\n"
     "The first says whether a step of the script fits a GPU of 24 GiB, and trains nothing. The second trains, prepared "
     "by kbitwrap in place of PEFT: nothing in the script is edited. Options before SCRIPT are kbitwrap's, those after "
-    "it the script's.\n\n"
+    "it the script's; one that has the name of kbitwrap's own is the script's after 'kbitwrap run -- SCRIPT'.\n\n"
     "The script is run as 'python SCRIPT ...' does, with kbitwrap's drop-in in the place of PEFT's function from the "
     "moment that PEFT is imported. Processes that the script starts are not affected.\n\n"
     "With --plan it runs until a trainer of transformers or TRL would train, prints what a step will take and whether "
@@ -52,6 +60,7 @@ HELP = (
 SETTINGS = {"allow_interspersed_args": False}
 # FSDP takes what "compute" puts in front of a weight for the weight.
 _FSDP = re.compile(r"fsdp|fully_shard", re.IGNORECASE)
+_OWN = ("--plan", "--precision", "--budget", "--device-memory", "--unified", "--load")
 
 
 class _Stopped(BaseException):
@@ -59,6 +68,7 @@ class _Stopped(BaseException):
 
 
 def command(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     arguments: Annotated[
         list[str] | None,
@@ -112,6 +122,9 @@ def command(
         raise InputError(f"cannot read the script {os.path.abspath(script)!r}")
     arguments, why = arguments or [], ""
     text = Path(script).read_text("utf-8", errors="replace")
+    before_script = context.obj[: len(context.obj) - len(arguments) - 1]
+    if before_script[-1] != "--":
+        _refuse_misplaced(arguments, text)
     said = [text, *arguments, *os.environ.keys() & {"ACCELERATE_USE_FSDP"}]
     if precision is None and _FSDP.search("\n".join(said)):
         precision, why = (
@@ -131,50 +144,88 @@ def command(
         raise _Stopped
 
     stopping = instead_of_training(stop, precision=precision, loads=load)
-    with contextlib.suppress(_Stopped, SystemExit):
+    is_loop = "backward(" in text and "Trainer" not in text
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(_Stopped, SystemExit))
+        if is_loop:  # it has to fail, without weights or at its backward
+            stack.enter_context(mock.patch.object(sys, "excepthook"))
         if _run(script, arguments, stopping) == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
+    if not trainers and is_loop:
+        raise InputError(
+            "the script ended before a trainer's train(): there is no trainer in it; 'kbitwrap plan MODEL --step' "
+            "answers for a loop"
+        )
     if not trainers:
         remedy = "" if load else "; its models have weights only with --load"
         raise InputError(f"the script ended before a trainer's train(){remedy}")
-    return _tell_step(*trainers[0], limit, unified)
+    return _tell_step(*trainers[0], limit, device_memory, unified)
+
+
+def _refuse_misplaced(arguments: list[str], text: str) -> None:
+    """Refuse an option of ``run`` that stands among the script's arguments, unless it may be the script's.
+
+    ``--plan`` is always refused: to pass it on would be to train. Another is the script's
+    where the script's text names it, or where its value is none of kbitwrap's.
+    """
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if argument == "--":
+            return
+        name, _, value = argument.partition("=")
+        named = re.escape(name[2:]).replace(r"\-", "[-_]")
+        is_own = name in _OWN and not re.search(rf"\b{named}\b", text)
+        if name == "--precision" and (value or following) not in PRECISIONS:
+            is_own = False
+        if is_own or name == "--plan":
+            raise InputError(
+                f"{name} stands after SCRIPT, so the script would get it: put it before SCRIPT, or -- before SCRIPT if "
+                "it is the script's"
+            )
 
 
 def _tell_step(
     trainer: Any,
     settings: dict[str, Any],
     limit: int | None,
+    device_memory: str | None,
     is_unified: bool,
 ) -> int:
-    """Print what a step of a trainer takes, and whether it fits; return the exit status."""
+    """Print what a step of a trainer takes, and whether it fits; return the exit status.
+
+    A step that has to fit a device's memory is predicted for CUDA, also where the script
+    trains on a CPU.
+    """
     import torch
 
     from .. import StepPredictor, prepared_of
-    from .step import of_batch, tables_of
+    from .step import of_batch, parts_of
 
     prepared = prepared_of(trainer.model)
     if prepared is not None:
         settings = asdict(prepared.config)
         prepared.restore()
-    kernels = "cpu" if trainer.args.use_cpu else "cuda"
-    if kernels == "cuda" and torch.cuda.is_available() and limit is None:
+    kernels = "cuda"
+    if trainer.args.use_cpu and device_memory is None:
+        kernels = "cpu"
+    elif trainer.args.use_cpu:
+        say(
+            "note: the script trains on a CPU (use_cpu); its step is predicted for a GPU of --device-memory"
+        )
+    elif torch.cuda.is_available() and limit is None:
         there = torch.cuda.get_device_properties(0)
         is_unified = bool(there.is_integrated)
         limit = budget_of(None, there.total_memory, is_unified)
+        device_memory = format_bytes(there.total_memory)
     with working(f"predicting the step of {type(trainer).__name__}", is_script=True):
         predict = StepPredictor(trainer, kernels=kernels, **settings)
         step = predict()
         fits = limit is None or predict.fits(
             budget_of_step(step, limit, is_unified), step.batch_size, step.seq_len
         )
-    if limit is not None:
-        show(verdict(limit, {step.precision: fits}))
-    show(
-        f"a step of {type(trainer).__name__}, {of_batch(step)}",
-        *tables_of({step.precision: step.to_dict()}),
-    )
-    if is_unified:
-        show(on_unified(step.mapped_bytes))
+    title = f"a step of {type(trainer).__name__}, {of_batch(step)}"
+    steps = {step.precision: {**step.to_dict(), "fits": fits}}
+    memory = "" if limit is None else memory_of(limit, device_memory)
+    show(*parts_of(title, step, steps, memory, is_unified))
     return EXIT_DONE if fits else EXIT_NO
 
 

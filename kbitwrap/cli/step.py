@@ -11,7 +11,7 @@ from ..config import format_bytes
 from ..foresight.ledger import KINDS
 from ..model.pretrained import read_config
 from .console import Result, each_once, working
-from .limits import budget_of_step, on_unified, verdict
+from .limits import budget_of_step, memory_of, on_unified, verdict
 from .quantization import choose_quantization
 from .tables import table
 from .trainers import arguments
@@ -40,6 +40,7 @@ def plan_steps(
     model: str,
     ways: Sequence[str],
     budget: int | None,
+    device_memory: str | None,
     is_unified: bool,
     quant: str | None,
     dtype: str,
@@ -115,25 +116,16 @@ def plan_steps(
         "budget_bytes": budget,
         "steps": steps,
     }
-    details = [
-        of_batch(step),
-        kind,
-        f"LoRA of rank {rank}",
-    ]
+    details = [of_batch(step), kind, f"LoRA of rank {rank}"]
     if trainer is not None:
         details.append(f"--trainer {trainer}")
     if engine is not None:
         details.append(f"{engine} on {devices} devices")
-    parts = [
-        f"{model}: a step of {', '.join(details)}",
-        *tables_of(steps),
-    ]
-    if is_unified:
-        parts.append(on_unified(step.mapped_bytes))
-    fits = {way: one["fits"] for way, one in steps.items() if "fits" in one}
-    if budget is not None:
-        parts.insert(0, verdict(budget, fits))
-    return result, parts, all(fits.values())
+    title = f"{model}: a step of {', '.join(details)}"
+    memory = "" if budget is None else memory_of(budget, device_memory)
+    parts = parts_of(title, step, steps, memory, is_unified)
+    fits = [one["fits"] for one in steps.values() if "fits" in one]
+    return result, parts, all(fits)
 
 
 def of_batch(step: StepMemory) -> str:
@@ -141,7 +133,44 @@ def of_batch(step: StepMemory) -> str:
     return f"{step.batch_size} x {step.seq_len:,} tokens on {step.kernels}"
 
 
-def tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
+def parts_of(
+    title: str,
+    step: StepMemory,
+    steps: Mapping[str, Result],
+    memory: str,
+    is_unified: bool,
+) -> list[RenderableType]:
+    """Lay the predictions out, the answer first.
+
+    Args:
+        title: Whose step it is.
+        step: One of the predictions; batch, length and files are the same for all.
+        steps: The predictions as plain values, by precision.
+        memory: What a step has to fit, in words, or ``""``.
+        is_unified: Whether that is the host's memory too.
+    """
+    warnings = each_once("warnings", steps)
+    lead = [title, *warnings]
+    if memory:
+        fits = {way: one["fits"] for way, one in steps.items()}
+        too_large = [one for one in steps.values() if not one["fits"]]
+        smaller = ""
+        if too_large and "largest_batch" in too_large[0]:
+            largest = min(one["largest_batch"] for one in too_large)
+            longest = min(one["longest_sequence"] for one in too_large)
+            if largest:
+                smaller = f"{largest} x {step.seq_len:,}"
+            elif longest:
+                smaller = f"{step.batch_size} x {longest:,}"
+        batch = f"{step.batch_size} x {step.seq_len:,}"
+        lead = [verdict(memory, fits, batch, smaller), *warnings, title]
+    parts = [*lead, *_tables_of(steps)]
+    if is_unified:
+        parts.append(on_unified(step.mapped_bytes))
+    return parts
+
+
+def _tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
     """Lay the predictions out: the peaks of the phases, what fits, and what is held at the peak."""
     first, *_ = steps.values()
     shown = [name for name, key in _PHASES.items() if first[key] is not None]
@@ -150,7 +179,7 @@ def tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
         [
             "precision",
             "fits",
-            "longest sequence",
+            f"longest sequence at batch {first['batch_size']}",
             f"largest batch at {first['seq_len']:,}",
         ]
     ]
@@ -158,7 +187,7 @@ def tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
         # what is reserved is not known everywhere
         found = [step[key] for key in _PHASES.values() if step[key] is not None]
         phases.append([way, *map(format_bytes, found)])
-        if "fits" in step:
+        if "largest_batch" in step:
             fits = "yes" if step["fits"] else "no"
             longest, largest = step["longest_sequence"], step["largest_batch"]
             sizes.append([way, fits, f"{longest:,}", f"{largest:,}"])
@@ -180,4 +209,4 @@ def tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
         parts.append(_LOADING.format(format_bytes(first["loading_bytes"])))
     causes = [part["what"] for step in steps.values() for part in step["unknown"]]
     parts += [_ON_TOP, *(f"unknown: {cause}" for cause in dict.fromkeys(causes))]
-    return [*parts, *each_once("notes", steps), *each_once("warnings", steps)]
+    return [*parts, *each_once("notes", steps)]

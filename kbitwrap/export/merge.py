@@ -60,8 +60,7 @@ _CONFIG_ATTRIBUTES = ("quantization_config", "_pre_quantization_dtype")
 # the note of a mixed merge in which no layer stays quantized
 NO_GAIN = (
     "an adapter touches every quantized layer, or one that engines compute with it, so "
-    "that none stays as it is: the model is as merged as 'half'; merge_as='quantized' "
-    "keeps the size of the base"
+    "that 'mixed' is the same as 'half'; merge_as='quantized' keeps the size of the base"
 )
 
 

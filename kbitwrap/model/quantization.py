@@ -24,6 +24,7 @@ from ..config import QuantKind
 from ..tensors.bits import is_composed, parts_of
 from .wrappers import loaded_class
 
+BITSANDBYTES = "bitsandbytes"
 DISTRIBUTIONS = (
     "bitsandbytes", "torchao", "hqq", "gptqmodel", "aqlm", "eetq", "optimum-quanto", "compressed-tensors",
 )  # fmt: skip
@@ -199,7 +200,7 @@ def is_of_another_library(settings: Any) -> bool:
     """
     return (
         isinstance(settings, dict)
-        and settings.get("quant_method", "bitsandbytes") != "bitsandbytes"
+        and settings.get("quant_method", BITSANDBYTES) != BITSANDBYTES
     )
 
 
@@ -212,7 +213,7 @@ def detect(model: nn.Module, modules: Sequence[nn.Module]) -> Quantization:
     # Inside a container, too, a model says how it is quantized.
     for module in modules:
         method = _method_of(module) if "quantization_method" in vars(module) else None
-        if method not in (None, "bitsandbytes"):
+        if method not in (None, BITSANDBYTES):
             return Quantization(method)
 
     for module in modules:

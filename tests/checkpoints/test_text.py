@@ -33,7 +33,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kbitwrap import ConfigError, ExportError, MergeComparison, compare_merges, merge_checkpoint
+from kbitwrap import ConfigError, ExportError, MergeComparison, TextMeasure, compare_merges, merge_checkpoint
 from kbitwrap.cli import main
 from kbitwrap.model.quantization import bitsandbytes_config
 from support import memory
@@ -229,11 +229,25 @@ def test_a_merge_that_lost_the_adapter_is_not_recommended_and_the_table_says_wha
     *_, last = str(found).splitlines()
     assert last == f"take half: {found.reason}"
     assert repr(found) == f"MergeComparison({last})"
-    said = str(found.merges["half"])
-    assert said.startswith(f"On {len(run.texts)} texts: loss ")
-    assert ", as the adapter model (" in said
+    assert str(found.merges["half"]).startswith(f"On {len(run.texts)} texts: loss ")
     assert "beside the adapter model" in str(found.merges[str(tmp_path / "base")])
     assert json.loads(json.dumps(found.to_dict()))["merges"]["half"]["gain_kept"] == found.merges["half"].gain_kept
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (0.034, "loss 2.161, as the adapter model (2.160 ± 0.034)"),
+        (0.00034, "loss 2.16052, as the adapter model (2.16000 ± 0.00034)"),
+        (0.00014, "loss 2.16052, +0.00052 beside the adapter model (2.16000 ± 0.00014)"),
+        (1e-9, "loss 2.160520, +0.000520 beside the adapter model (2.160000 ± 0.000000)"),
+        (0.0, "loss 2.161, +0.001 beside the adapter model (2.160 ± 0.000)"),
+    ],
+)
+def test_losses_have_the_digits_that_show_two_of_their_error(error: float, said: str) -> None:
+    errors = dict.fromkeys(["adapter", "merged", "base", "gain", "gain_kept", "divergence_left"], 0.1)
+    loss = {"adapter": 2.16, "merged": 2.16052, "base": 3.0}
+    assert f"{said}; " in str(TextMeasure(loss, 1.0, 0.0, 64, {**errors, "difference": error}))
 
 
 def test_a_folder_is_not_taken_for_a_form_of_its_name_nor_for_a_larger_one(
@@ -241,7 +255,7 @@ def test_a_folder_is_not_taken_for_a_form_of_its_name_nor_for_a_larger_one(
 ) -> None:
     options: dict[str, Any] = {"base": run.base, "device": "cpu"}
     run.load().save_pretrained(tmp_path / "half")  # no delta at all
-    merge_checkpoint(run.base, run.adapter, tmp_path / "best", merge_as="quantized", seed=3, device="cpu")
+    merge_checkpoint(run.base, run.adapter, tmp_path / "best", merge_as="quantized", seed=6, device="cpu")
     monkeypatch.chdir(tmp_path)
     found = compare_merges(run.adapter, run.texts, forms=[Path("half"), "best", "quantized"], seed=6, **options)
     assert [*found.merges] == ["./half", "best", "quantized"]
@@ -251,7 +265,9 @@ def test_a_folder_is_not_taken_for_a_form_of_its_name_nor_for_a_larger_one(
     assert "smaller" not in found.reason  # than a folder, whose size is not known
 
 
-def test_where_the_adapter_gains_nothing_no_form_is_recommended(run: TextRun) -> None:
+def test_where_the_adapter_gains_nothing_no_form_is_recommended(
+    run: TextRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = ["\x01\x02 what nobody trains on %d" % number * 4 for number in range(4)]  # noqa: UP031
     found = compare_merges(run.adapter, texts, base=run.base, forms=["half", "original"], device="cpu")
     measure = found.merges["half"]
@@ -264,6 +280,37 @@ def test_where_the_adapter_gains_nothing_no_form_is_recommended(run: TextRun) ->
     remedy = "give texts of what it learned, or more of them"
     assert last == f"no form is recommended: on these texts {losses} by two standard errors; {remedy}"
     assert f"no gain over the base ({measure.loss['base']:.3f})" in str(measure)
+    file, out = tmp_path / "texts.jsonl", tmp_path / "merged"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    arguments = ["merge", str(run.base), str(run.adapter), "--compare", str(file), "--out", str(out), "--device", "cpu"]
+    assert main(arguments) == 0
+    assert "kbitwrap: wrote half: --compare recommends none\n" in capsys.readouterr().err
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+def test_a_prompt_and_its_completion_are_read_as_one_text(run: TextRun, tmp_path: Path) -> None:
+    def losses(rows: list[Any]) -> Any:
+        return compare_merges(run.adapter, rows, base=run.base, forms=["half"], device="cpu").merges["half"].loss
+
+    whole = [{"text": text} for text in run.texts[:3]]
+    assert losses([{"prompt": text[:9], "completion": text[9:]} for text in run.texts[:3]]) == losses(whole)
+    turns = [{"role": "user", "content": "a question"}], [{"role": "assistant", "content": "an answer"}]
+    parts, joined = {"prompt": turns[0], "completion": turns[1]}, {"messages": [*turns[0], *turns[1]]}
+    assert losses([parts, parts]) == losses([joined, joined])
+
+
+def test_plain_text_whose_lines_are_rows_is_told(
+    run: TextRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.txt"
+    arguments = ["merge", str(run.base), str(run.adapter), "--compare", str(file), "--device", "cpu"]
+    file.write_text(f"{json.dumps({'text': 'x' * 99})}\n" * 50)
+    assert main(arguments) == 0
+    note = f"{file} is read as plain text, and its lines are JSON: call it .jsonl to read them as rows"
+    assert capsys.readouterr().err.startswith(f"kbitwrap: note: {note}\n")
+    file.write_text("[1]\n" * 1200)
+    assert main(arguments) == 0
+    assert "is read as plain text" not in capsys.readouterr().err
 
 
 def test_the_original_form_is_written_by_its_name_and_is_pefts_merge(
@@ -522,10 +569,13 @@ def test_the_tokenizer_is_the_merged_folders_then_the_adapters_then_the_bases(ru
     ("content", "said"),
     [
         (
-            '{"text": "some"}\n{"prompt": "some", "completion": "more"}',
-            "some.jsonl, line 2: expected 'text' or 'messages' that is not empty, found 'prompt', 'completion'",
+            '{"text": "some"}\n{"instruction": "some", "output": "more"}',
+            "some.jsonl, line 2: expected 'text' or 'messages' that is not empty, or 'prompt' and 'completion', found "
+            "'instruction', 'output'",
         ),
         ('{"text": "some"}\n{"text": ""}', "some.jsonl, line 2: expected 'text' or 'messages' that is not empty"),
+        ('{"text": "some"}\n{"prompt": "some"}', "or 'prompt' and 'completion', found 'prompt'"),
+        ('{"text": "some"}\n{"prompt": "some", "completion": [{}]}', "or 'prompt' and 'completion', found"),
         ('{"text": "some"}\nsome', "some.jsonl, line 2: expected a row of JSON: Expecting value: line 1"),
         ('{"text": "some"}', "some.jsonl: expected at least two texts, found 1"),
         ("[" * 100_000, "some.jsonl, line 1: expected a row of JSON: maximum recursion depth exceeded"),
@@ -686,18 +736,28 @@ def test_merge_compares_the_forms_and_writes_nothing_without_out(
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     header, *rows = out.splitlines()
-    assert header.split() == ["loss", "gain", "kept,", "%", "divergence", "left,", "%"]
+    assert header.split() == ["loss", "gain", "kept,", "%", "divergence", "left,", "%", "loads", "with"]
+    assert [row.split()[-1] for row in rows[:3]] == ["anything", "bitsandbytes", "anything"]
     assert [row.split()[0] for row in rows[:4]] == ["half", "quantized", "original", "(adapter)"]
     assert rows[-1].startswith("take ")
     assert "kbitwrap: note: mixed is not measured: an adapter touches every quantized layer" in err
     recommended = rows[-1].split()[1].rstrip(":")
-    assert f"kbitwrap: to write it, give --as {recommended} --out DIR in place of --compare" in err
+    command = f"kbitwrap merge {run.base} {run.adapter} --as {recommended} --out DIR --device cpu"
+    assert f"kbitwrap: to write it: {command}\n" in err
     assert [*place.iterdir()] == []
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {*found} == {"merges", "recommended", "reason", "notes"}
     assert main([*arguments, "--out", "merged"]) == 0
-    assert (place / "merged" / "model.safetensors").is_file()
+    assert f"kbitwrap: wrote {recommended}, which --compare recommends\n" in capsys.readouterr().err
+    assert main(["merge", *arguments[1:3], "--as", recommended, "--out", "alone", "--device", "cpu"]) == 0
+    written = [(place / name / "model.safetensors").read_bytes() for name in ("merged", "alone")]
+    assert written[0] == written[1]
+    other = "quantized" if recommended != "quantized" else "half"
+    assert main([*arguments, "--out", "other", "--as", other]) == 0
+    assert "which --compare recommends" not in capsys.readouterr().err
+    config = json.loads((place / "other" / "config.json").read_text())
+    assert ("quantization_config" in config) == (other == "quantized")
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,11 @@ def test_doctor_of_a_folder_says_what_its_manifest_records(
     shutil.copy(saved / "kbitwrap.json", tmp_path / "run")
     alone = run_json(capsys, "doctor", saved / "kbitwrap.json")[1]
     assert run_json(capsys, "doctor", tmp_path / "run")[1]["manifest"] == alone
-    assert run(capsys, "doctor", tmp_path / "run")[1].endswith(run(capsys, "doctor", saved / "kbitwrap.json")[1])
+    rows = run(capsys, "doctor", saved / "kbitwrap.json")[1]
+    assert run(capsys, "doctor", tmp_path / "run", "--verbose")[1].endswith(rows)
+    last = run(capsys, "doctor", tmp_path / "run")[1].splitlines()[-1]
+    assert last.startswith("the manifest is of LlamaForCausalLM from ")
+    assert last.endswith("; --verbose prints what it records")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04K\x01.", b'{"format": "kbitwrap-manifest", "version": 9}'])
@@ -349,6 +353,9 @@ def test_merge_writes_the_other_forms(
     for fqn, tensor in result["tensors"].items():
         assert tensors_of(out)[fqn].dtype == (torch.uint8 if is_quantized else torch.bfloat16)
         assert tensor["bits"] == (4 if is_quantized else 16)
+    card = (out / "README.md").read_text()
+    assert "of what the adapter adds is in these weights" in card
+    assert ("rounding them is off by" in card) == (not is_quantized)  # at random, it cancels
 
 
 def test_merge_writes_the_dequantized_base_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -51,6 +51,27 @@ def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pyt
     ]
 
 
+def test_a_base_that_the_adapter_names_and_that_is_here_is_compared_with_the_manifest(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run)
+    base = str(zoo.checkpoint("llama"))
+    assert main(["stamp", str(run), "--base", base, "--quant", "nf4"]) == 0
+    path = run / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "base_model_name_or_path": base}))
+    capsys.readouterr()
+    assert main(["doctor", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == f"{run}: no fault found in 4 checks; not measured: 0"
+    assert "  base: fine: " in out
+    assert f"note: the base is {base!r}, which the config of the adapter names" in err
+    path.write_text(json.dumps({**config, "base_model_name_or_path": "not/here"}))
+    assert main(["doctor", str(run)]) == 0
+    assert "give base (--base)" in capsys.readouterr().out
+
+
 def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -204,7 +225,8 @@ def test_a_base_that_only_the_adapter_names_and_that_is_nowhere_is_named(
     assert main(arguments[command]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    remedy = "the config of the adapter names this base: give the base that is here"
+    how = "give the base that is here: --base DIR, or for merge DIR before the adapter"
+    remedy = f"the config of the adapter names this base: {how}"
     assert err.splitlines()[-1] == f"kbitwrap: error: there is no model at '/home/someone/base'; {remedy}"
 
 

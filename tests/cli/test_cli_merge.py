@@ -121,7 +121,12 @@ def test_a_base_that_the_adapter_names_and_that_is_not_here_is_asked_for(
     status, _, err = run(capsys, "merge", adapter, "--out", tmp_path / "out", *MERGE)
     assert status == 2
     assert "'some/folder': it is no folder here, and no model of that name is in the cache or on the hub" in err
-    assert "the config of the adapter names this base: give the base that is here" in err
+    remedy = "give the base that is here: --base DIR, or for merge DIR before the adapter"
+    assert f"the config of the adapter names this base: {remedy}" in err
+    assert remedy in run(capsys, "stamp", adapter)[2]
+    absent = tmp_path / "absent"
+    _, _, err = run(capsys, "merge", absent, "--out", tmp_path / "out")
+    assert f"in {str(absent)!r}: there is no such folder\n" in err
 
 
 def test_base_and_adapter_in_the_wrong_order_are_refused(

@@ -110,13 +110,14 @@ def test_what_fits_stands_beside_each_precision_and_what_comes_on_top_is_told(
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     assert main(["plan", model, *arguments]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"8.0 GiB: fits with norms, none.\n\n{model}: a step of 1 x 8 tokens on cuda, nf4, LoRA ")
+    title = f"{model}: a step of 1 x 8 tokens on cuda, nf4, LoRA "
+    assert out.startswith(f"8.0 GiB: 1 x 8 tokens fit with norms, none.\n\n{title}")
     assert [line.split() for line in out.splitlines() if " yes " in line] == [
         ["norms", "yes", "64", "3"],
         ["none", "yes", "64", "4"],
     ]
     out = " ".join(out.split())
-    assert "largest batch at 8" in out
+    assert "longest sequence at batch 1 largest batch at 8" in out
     assert "unknown, at most " in out
     assert "workspaces of cuBLAS" in out
     assert "the CUDA context, 0.267 to 0.621 GiB" in out
@@ -130,12 +131,23 @@ def test_a_step_is_shown_prepared_by_peft_and_by_default(capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("searched")
-def test_the_first_sentence_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_first_sentence_says_what_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     arguments = [model, "--step", "--seq", "8", "--precision", "none", "norms"]
-    for budget, said in (("1KiB", "1.0 KiB: does not fit with none, norms.\n"), ("1GiB", "1.0 GiB: fits with none, ")):
+    for budget, said in (
+        ("1KiB", "1.0 KiB: 1 x 8 tokens do not fit with none, norms; 3 x 8 do.\n"),
+        ("1GiB", "1.0 GiB: 1 x 8 tokens fit with none, norms.\n"),
+    ):
         assert main(["plan", *arguments, "--budget", budget]) == (budget == "1KiB")
         assert capsys.readouterr().out.startswith(said)
+    monkeypatch.setattr(StepPredictor, "largest_batch", lambda *_: 0)
+    assert main(["plan", *arguments, "--budget", "1KiB"]) == 1
+    assert "tokens do not fit with none, norms; 1 x 64 do.\n" in capsys.readouterr().out
+    monkeypatch.setattr(StepPredictor, "longest_sequence", lambda *_: 0)
+    assert main(["plan", *arguments, "--budget", "1KiB"]) == 1
+    assert "tokens do not fit with none, norms.\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("searched")
@@ -164,7 +176,7 @@ def test_of_a_devices_memory_the_context_is_taken_off(capsys: pytest.CaptureFixt
     arguments = [model, "--step", "--seq", "8", "--precision", "norms", "--device-memory", "24GB"]
     assert run_json(capsys, *arguments)["budget_bytes"] == 24 * 10**9 - 666_632_192
     assert main(["plan", *arguments]) == 0
-    assert capsys.readouterr().out.startswith("21.7 GiB: fits with norms.\n")
+    assert capsys.readouterr().out.startswith("24GB (21.7 GiB for torch): 1 x 8 tokens fit with norms.\n")
 
 
 @pytest.mark.usefixtures("searched")
@@ -377,8 +389,12 @@ def test_what_a_plan_warns_of_is_told_of_a_step_too(
         found = run_json(capsys, model, *options)
         assert any(said in warning for warning in found["plans"]["none"]["warnings"])
     assert main(["plan", model, *options, *step]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.count(said) == 1
+    out = capsys.readouterr().out
+    assert " ".join(out.split()).count(said) == 1
+    if step and config is not GPT_OSS:
+        assert main(["plan", model, *options, *step, "--budget", "1KiB"]) == 1
+        _, second, *_ = capsys.readouterr().out.split("\n\n")
+        assert second.startswith(f"warnings: {said}")
 
 
 def test_a_model_that_is_quantized_already_keeps_its_own_quantization(

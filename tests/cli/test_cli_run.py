@@ -142,6 +142,35 @@ def test_the_process_is_afterwards_as_it_was(tmp_path: Path, capsys: pytest.Capt
     assert after == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text", "is_refused"),
+    [
+        (["SCRIPT", "--plan"], "", True),
+        (["SCRIPT", "x", "--plan"], "# --plan", True),  # to pass it on would be to train
+        (["--precision", "norms", "SCRIPT", "--budget=8GiB"], "", True),
+        (["SCRIPT", "--precision", "norms"], "", True),
+        (["SCRIPT", "--precision", "bf16"], "", False),
+        (["SCRIPT", "--precision", "full"], "'precision'", False),
+        (["SCRIPT", "--device-memory", "8"], "device_memory = 8", False),
+        (["SCRIPT", "--", "--plan"], "", False),
+        (["--", "SCRIPT", "--plan"], "", False),
+        (["--precision", "norms", "--", "SCRIPT", "--plan"], "", False),
+    ],
+)
+def test_an_option_of_run_after_the_script_is_refused_unless_it_may_be_the_scripts(
+    arguments: list[str], text: str, is_refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nprint(sys.argv[1:])\n{text}\n")
+    status = main(["run", *(str(script) if word == "SCRIPT" else word for word in arguments)])
+    out, err = capsys.readouterr()
+    if is_refused:
+        said = " stands after SCRIPT, so the script would get it: put it before SCRIPT, or -- before SCRIPT if it is "
+        assert (status, out, err.count("\n"), said in err) == (2, "", 1, True)
+    else:
+        assert (status, out) == (0, f"{arguments[arguments.index('SCRIPT') + 1 :]}\n")
+
+
 @pytest.mark.parametrize("arguments", [["/no/such/script.py"], ["."], [], ["--precision", "double", "script.py"]])
 def test_a_script_that_is_not_there_and_bad_usage_are_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

@@ -70,7 +70,7 @@ def _nothing_is_shared_by_accelerate() -> Iterator[None]:
 def test_the_memory_of_the_gpu_here_is_the_hosts_too_where_the_gpu_says_so(
     is_integrated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = ["--device-memory", "3GiB", *(["--unified"] if is_integrated else [])]
+    told = ["--device-memory", "3.0 GiB", *(["--unified"] if is_integrated else [])]
     assert main(["run", "--plan", *told, written(tmp_path, more="{}")]) == 0
     expected = capsys.readouterr().out
     assert ("The memory is the host's too." in expected) == is_integrated
@@ -105,14 +105,25 @@ def test_a_script_is_planned_and_nothing_is_trained_or_written(
     out = capsys.readouterr().out
     assert "trainable params: " in out
     verdict = next(line for line in out.splitlines() if "GiB" in line)
-    assert verdict == "1.0 GiB: fits with unprepared."
+    assert verdict == "1.0 GiB: 2 x 8 tokens fit with unprepared."
     assert "2 x 8 tokens on cpu" in out
     assert "\nunprepared " in out
     assert "went on" not in out
     assert not (tmp_path / "trained").exists()
     assert main(["run", "--plan", "--budget", "1KiB", script]) == 1
-    assert "\n1.0 KiB: does not fit with unprepared.\n" in capsys.readouterr().out
+    assert "\n1.0 KiB: 2 x 8 tokens do not fit with unprepared.\n" in capsys.readouterr().out
     assert transformers.Trainer.train.__qualname__ == "Trainer.train"
+
+
+def test_a_script_on_a_cpu_is_predicted_for_the_gpu_whose_memory_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--plan", "--device-memory", "2GiB", written(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "2GiB (1.4 GiB for torch): 2 x 8 tokens fit with unprepared.\n" in out
+    assert "2 x 8 tokens on cuda" in out
+    assert "the script trains on a CPU (use_cpu); its step is predicted for a GPU" in err
 
 
 @pytest.mark.thorough
@@ -159,7 +170,7 @@ torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
         ("print('done')", "the script ended before a trainer's train()"),
         ("import sys; sys.exit(3)", "the script ended before a trainer's train()"),
         ("raise ValueError('bad')", "the script ended before a trainer's train()"),
-        (LOOP, "the script ended before a trainer's train()"),
+        (LOOP, "the script ended before a trainer's train(): there is no trainer in it; 'kbitwrap plan MODEL --step'"),
         (SCRIPT.replace("# before", "model.generate(torch.ones(1, 2).long())"), "models have weights only with --load"),
         (SCRIPT.replace("max_steps=2", "max_steps=2, torch_compile=True"), "args.torch_compile: what a compiled model"),
     ],
@@ -174,9 +185,11 @@ def test_a_script_whose_step_cannot_be_told_is_answered_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--plan", written(tmp_path, text=text)]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    err = capsys.readouterr().err
+    last = err.splitlines()[-1]
     assert last.startswith("kbitwrap: error: ")
     assert said in last
+    assert ("Traceback" in err) == ("raise" in text or "generate" in text)
 
 
 def test_what_is_said_of_a_script_names_no_option_that_was_given_or_that_run_does_not_have(

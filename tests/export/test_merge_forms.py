@@ -213,9 +213,9 @@ def test_files_with_other_names_than_the_modules_are_measured_too(tmp_path: Path
 
 def test_a_mixed_merge_without_a_gain_says_both_sizes(tmp_path: Path) -> None:
     model, adapter = adapted("llama", "nf4", target_modules="all-linear")
-    with pytest.warns(UserWarning, match="the model is as merged as 'half'; merge_as='quantized' keeps the size"):
+    with pytest.warns(UserWarning, match="'mixed' is the same as 'half'; merge_as='quantized' keeps the size"):
         report = export(adapter, tmp_path / "mixed", base=model, merge_as="mixed")
-    assert "as merged as 'half'" in report.notes[0]
+    assert "is the same as 'half'" in report.notes[0]
     assert export(adapter, tmp_path / "half", base=model).notes == ()
     assert read(tmp_path / "mixed") == read(tmp_path / "half")
 
