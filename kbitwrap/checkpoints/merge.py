@@ -174,7 +174,7 @@ def merge_checkpoint(
         >>> merge_checkpoint("/no/such/base", "/no/adapter", "/tmp/merged")
         Traceback (most recent call last):
         ...
-        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
+        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter': ...
     """
     start = time.perf_counter()
     is_onto_original = merge_as == ORIGINAL

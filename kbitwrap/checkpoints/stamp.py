@@ -70,7 +70,7 @@ def stamp_adapter(
         >>> stamp_adapter("/no/adapter", "/no/such/base")
         Traceback (most recent call last):
         ...
-        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
+        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter': ...
     """
     saved = read_adapter(adapter)
     path = saved.folder / MANIFEST_NAME

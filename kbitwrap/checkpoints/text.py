@@ -204,7 +204,7 @@ def compare_merges(
         >>> compare_merges("/no/adapter", ["A text.", "Another one."])
         Traceback (most recent call last):
         ...
-        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter'
+        kbitwrap.errors.ConfigError: there is no adapter_config.json ... in '/no/adapter': ...
     """
     if samples < 2 or not forms:
         raise ConfigError(
