@@ -42,7 +42,7 @@ Cause = tuple[str, str]
 
 # A right merge rounds once or twice, and may compute the delta itself in half, whose
 # rounding is a part of the delta.
-_ROUNDINGS = 2.0
+ROUNDINGS = 2.0
 OF_DELTA = 0.02
 _OF_FLOAT32 = 2.0**-20  # of the weights' length: sums in float32, in another order
 # The standard deviations allowed of what rounding adds to the part of a delta that was
@@ -82,7 +82,7 @@ def _is_reference_with_delta(against: ComparisonSums, figures: Figures) -> bool:
     """Return whether a tensor is its reference with the delta, rounded."""
     delta = figures.delta
     num_elements = math.prod(figures.shape)
-    allowed = _ROUNDINGS * math.sqrt(against.rounding) + OF_DELTA * math.sqrt(delta)
+    allowed = ROUNDINGS * math.sqrt(against.rounding) + OF_DELTA * math.sqrt(delta)
     if not figures.is_quantized:
         allowed += _OF_FLOAT32 * math.sqrt(against.size)
     elif not delta:
@@ -192,7 +192,7 @@ class _Wrong:
 
         against = min(figures.references, key=lambda one: one.aside)
         kept = against.kept
-        allowed = _ROUNDINGS * math.sqrt(against.rounding)
+        allowed = ROUNDINGS * math.sqrt(against.rounding)
         allowed += _OF_SCALE * max(abs(kept), 1.0) * math.sqrt(delta)
         if self.num_bits_of_codes or against.aside > allowed:
             return None

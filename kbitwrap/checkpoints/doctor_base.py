@@ -21,7 +21,6 @@ from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import Base, Folder, LiveModel
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
-EXPORT = "merge by export(merge_adapters=True), which writes 16 bits and leaves the base as it is"
 _THE_BASE = "whether the base is the manifest's, and unchanged"
 _NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
 
@@ -97,7 +96,7 @@ def drift(live: LiveModel) -> Finding | None:
         return fault(
             "the base drifted since it was prepared",
             shown([*changes.drifted, *replaced]),
-            f"load the base again; {EXPORT}",
+            "load the base again; merge by export(merge_adapters=True), which leaves the base as it is",
         )
 
     return fine("it has the values that were prepared")

@@ -5,6 +5,7 @@ Or whether a checkpoint is the base that adapters go on, dequantized.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Mapping
@@ -19,13 +20,14 @@ from ..model.pretrained import as_plain, read_config
 from ..model.quantization import SKIPPED_LAYERS, skipped_layers
 from ..reports import first_of, shown
 from ..tensors.devices import accelerator_type
-from ..tensors.dtypes import HALF_DTYPES
+from ..tensors.dtypes import HALF_DTYPES, find_dtype
 from ..tensors.lazy import materialize
-from .adapters import SavedAdapter, read_adapter
+from .adapters import read_adapter
 from .base import TrainedBase, load_adapted
 from .base_quantization import (
     FITTED,
     GIVEN,
+    OF_BASE,
     OF_MERGE,
     QUANTIZATION,
     UNKNOWN,
@@ -39,7 +41,6 @@ from .causes import (
     REQUANTIZED_TO_4_BITS,
     UNCHANGED,
 )
-from .doctor_base import EXPORT
 from .doctor_report import (
     FAULT,
     Finding,
@@ -48,8 +49,8 @@ from .doctor_report import (
     not_measured,
 )
 from .doctor_subjects import DoctorOptions, Folder, LiveModel, Subject, is_numbered
-from .fitting import fitting_quantization
-from .measure import MergeMeasure, Told, measure_merge
+from .fitting import UNQUANTIZED_FITS, fitting_quantization
+from .measure import MISSING, OTHER, MergeMeasure, Told, measure_merge
 from .reader import lazy_tensors, open_checkpoint, saved_manifest
 from .sides import Side, plain_side, read_merged, walk_merged
 
@@ -66,6 +67,7 @@ _LOST = (
 _REMEDIES = {
     ANOTHER_ADAPTER: "give the adapter that was merged (adapter, --adapter), or merge again",
     DOUBLED: "merge once, into the base: kbitwrap merge BASE ADAPTER --out DIR",
+    MISSING: "merge again, or restore the shard that holds it",
     NO_DELTA: _LOST,
     UNCHANGED: _LOST,
 }
@@ -99,7 +101,7 @@ def unmeasured_merge(subject: Subject) -> Finding | None:
         return fault(
             REQUANTIZED_TO_4_BITS,
             f"quantized from float32: {shown(requantized)}; how much survived: not measured",
-            EXPORT,
+            _MERGE_AGAIN,
         )
 
     may_be_merged = bool(base.sources)
@@ -264,22 +266,42 @@ def _measure(
     """Measure a merge onto the base as it was quantized in training, in the run's dtype, and add what is found.
 
     Where nothing records that dtype, it is the one in which the fewest tensors are wrong.
+    A checkpoint that fits another quantization than was recorded or given is measured in
+    that, and the difference is a finding.
     """
     options = subject.options
     trust = options.trust_remote_code
     saved = read_adapter(options.adapter)
-    quantization = find_quantization(
+    stated = find_quantization(
         options.base, options.quantization_config, manifest, saved, trust
     )
     dtypes: _Dtypes = [None]
-    if manifest is None and not saved.config_of_model:
+    if manifest is not None:
+        dtypes = [find_dtype(manifest.model.dtype)]
+    elif not saved.config_of_model:
         dtypes = _dtypes_in_training(options, merged)
 
+    if stated.source == UNKNOWN:
+        stated = _quantization_of_merge(subject) or UNQUANTIZED_FITS
+    quantization = stated
+    if stated.source not in (OF_BASE, OF_MERGE):
+        with contextlib.suppress(ConfigError):  # loading what is stated says why
+            quantization = fitting_quantization(
+                merged, options.base, saved, dtypes, trust, stated
+            )
+
     assumed, usual = "", _MERGE_AGAIN
-    if quantization.source == GIVEN:
-        usual = f"if it was trained in another quantization, {_GIVE}; otherwise {_MERGE_AGAIN}"
-    if quantization.source == UNKNOWN:
-        quantization = _assumed_quantization(subject, merged, saved, dtypes)
+    is_other = quantization.source == FITTED and stated.source != FITTED
+    if is_other:
+        said, correct = "is recorded", "record that (kbitwrap stamp)"
+        if stated.source == GIVEN:
+            said, correct = "was given", _GIVE
+        assumed = f"{quantization.form}; the run {said} as {stated.kind}"
+        as_it_was = f"if it was trained {quantization.form}, {correct}; otherwise {_MERGE_AGAIN}"
+        manifest = None  # the base in another quantization is not the recorded one
+    elif stated.source == GIVEN:
+        assumed = f"{quantization.form}, as given"
+    elif quantization.source in (FITTED, OF_MERGE):
         assumed = quantization.form
         if quantization.config:
             assumed += f", which {quantization.source}"
@@ -301,14 +323,18 @@ def _measure(
             break
 
     _, found, trained = min(measures, key=operator.itemgetter(0))
-    found = dataclasses.replace(found, assumed=assumed)
+    onto = OTHER if is_other else found.onto
+    found = dataclasses.replace(found, assumed=assumed, onto=onto)
+    if is_other:
+        first = f"{found.kept:.1%} of the delta is there: {first_of([*found.tensors])}"
+        outcomes.append((_NAME, fault(f"a merge {assumed}", first, as_it_was)))
     for one in found.faults:
         before = f"{one.evidence}: " if one.evidence else ""
         told_of = before + first_of(one.fqns)
         remedy = _REMEDIES.get(one.cause, usual)
         outcomes.append((_NAME, fault(one.cause, told_of, remedy)))
 
-    if not found.faults:
+    if not found.faults and not is_other:
         outcomes.append((_NAME, fine(str(found))))
 
     if isinstance(subject, Folder):
@@ -319,18 +345,13 @@ def _measure(
     return found
 
 
-def _assumed_quantization(
-    subject: Subject, merged: Side, saved: SavedAdapter, dtypes: _Dtypes
-) -> BaseQuantization:
-    """Return the quantization of the training as the checkpoint tells it: by its config, or else by its weights."""
-    options = subject.options
+def _quantization_of_merge(subject: Subject) -> BaseQuantization | None:
+    """Return the quantization of the training as the checkpoint's config tells it; ``None`` where it tells nothing."""
     meta = None if subject.base is None else subject.base.meta
     config = getattr(meta, "config", None)
     own = as_plain(getattr(config, "quantization_config", None))
     if not isinstance(own, dict):
-        return fitting_quantization(
-            merged, options.base, saved, dtypes, options.trust_remote_code
-        )
+        return None
 
     # Names with dots are of layers that a merge dequantized: in training they were quantized.
     skipped = [name for name in skipped_layers(own) if "." not in name]

@@ -1,8 +1,9 @@
-"""The quantization of a base that nothing records, as a merged checkpoint tells it."""
+"""The quantization of a base, as a merged checkpoint tells it."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -11,19 +12,25 @@ from torch import Tensor
 
 from ..config import QuantKind, StrPath
 from ..export.plain import is_transposed
+from ..export.sums import ComparisonSums
 from ..model.bitsandbytes_layers import dequantizer, make_pending
 from ..model.pretrained import layers_to_quantize
-from ..model.quantization import bitsandbytes_config
+from ..model.quantization import SKIPPED_LAYERS, bitsandbytes_config
 from ..tensors.lazy import materialize
 from .adapters import SavedAdapter
 from .base import load_adapted
 from .base_quantization import FITTED, UNQUANTIZED, BaseQuantization
+from .figures import compare
 from .sides import Side, merged_onto, plain_side
 
 # The largest difference of a weight from a merge, as a part of its length, that another
 # adapter explains; larger ones are of other weights.
 _MOST_OFF = 0.5
-_MOST_WEIGHTS = 3  # that are asked: a broken or zero one tells nothing
+_MOST_WEIGHTS = 12  # that are asked: a broken or zero one tells nothing
+# By noise of n elements a distance differs by a part of 1/sqrt(n) of it. Another
+# quantization than the stated one is nearer by more of these.
+_DEVIATIONS = 8.0
+UNQUANTIZED_FITS = BaseQuantization({}, FITTED)
 
 
 def fitting_quantization(
@@ -32,14 +39,20 @@ def fitting_quantization(
     saved: SavedAdapter,
     dtypes: Sequence[torch.dtype | None],
     trust_remote_code: bool = False,
+    stated: BaseQuantization = UNQUANTIZED_FITS,
 ) -> BaseQuantization:
     """Find the quantization whose values, with the adapter merged, are nearest to one weight of a checkpoint.
 
     The base is loaded once, unquantized. One of its weights is quantized, in each kind and
     from each dtype that the run may have had (``None`` for the base's). A weight that is
-    far from the unquantized base with the adapter, or nearest to it, tells nothing: the
-    next is asked. If none tells anything, the base was not quantized.
+    far from the unquantized base with the adapter, or nearest to it, tells nothing, nor
+    does one that the checkpoint stores quantized: the next is asked. The quantization
+    that was stated is returned, itself, unless another is nearer beyond all noise, and
+    always where it has no word. Where none was stated, the nearest counts.
     """
+    if stated.kind is None:
+        return stated
+
     with warnings.catch_warnings():
         # PEFT warns because these layers are unquantized here, and lie transposed.
         warnings.filterwarnings("ignore", r"fan_in_fan_out is set to", UserWarning)
@@ -57,18 +70,22 @@ def fitting_quantization(
     names = []
     for name, tensor in side.saved.items():
         found = merged.saved.get(name)
-        is_there = found is not None and found.shape == tensor.shape
+        if found is None or not found.is_floating_point():
+            continue
         is_quantized = fqns[name].removesuffix(".weight") in layers[QuantKind.NF4]
-        if is_there and is_quantized and fqns[name] not in saved.held:
+        is_whole = fqns[name] not in saved.held and fqns[name] not in merged.layers
+        if found.shape == tensor.shape and is_quantized and is_whole:
             names.append(name)
 
+    names.sort(key=lambda name: merged.saved[name].numel())  # small ones tell as much
     for name in names[:_MOST_WEIGHTS]:
         fqn = fqns[name]
         original = materialize(side.saved[name])
-        found = materialize(merged.saved[name]).float()
+        found = merged.saved[name]
 
-        nearest, least = QuantKind.NONE, _distance(found, adapted, fqn, original)
-        if not least <= _MOST_OFF * float(original.float().norm()):
+        sums = _compare(found, adapted, fqn, original)
+        off = {QuantKind.NONE: math.sqrt(sums.off)}
+        if not off[QuantKind.NONE] <= _MOST_OFF * math.sqrt(sums.size):
             continue
 
         for kind, dtype in itertools.product(configs, dtypes):
@@ -77,19 +94,32 @@ def fitting_quantization(
             values = dequantizer(layer)(...)
             if is_transposed(layer):
                 values = values.t()
-            off = _distance(found, adapted, fqn, values)
-            if off < least:
-                nearest, least = kind, off
+            sums = _compare(found, adapted, fqn, values)
+            off[kind] = min(math.sqrt(sums.off), off.get(kind, math.inf))
 
-        if nearest is not QuantKind.NONE:
-            return BaseQuantization(configs[nearest].to_dict(), FITTED)
+        nearest = min(off, key=off.__getitem__)
+        if nearest is QuantKind.NONE:
+            continue
+        if nearest is stated.kind:
+            return stated
 
-    return BaseQuantization({}, FITTED)
+        noise = off[nearest] / math.sqrt(found.numel())
+        is_clear = off[stated.kind] > off[nearest] + _DEVIATIONS * noise
+        if is_clear or stated is UNQUANTIZED_FITS:
+            skipped = stated.config.get(SKIPPED_LAYERS)
+            config = {**configs[nearest].to_dict(), SKIPPED_LAYERS: skipped}
+            return BaseQuantization(config, FITTED)
+
+    return stated
 
 
-def _distance(
+def _compare(
     found: Tensor, adapted: torch.nn.Module, fqn: str, values: Tensor
-) -> float:
-    """Return how far a weight is from an adapter merged onto these values of it."""
+) -> ComparisonSums:
+    """Compare a weight with an adapter merged onto these values of it, a few elements at a time."""
     weight = merged_onto(adapted, {fqn: values})[fqn]
-    return float((found - materialize(weight).float()).norm())
+    dtype = found.dtype
+    figures = compare(
+        fqn, found, weight, values, None, dtype=dtype, stored=None, was_quantized=False
+    )
+    return figures.references[0]

@@ -35,6 +35,7 @@ from .causes import (
     OF_DELTA,
     REQUANTIZED,
     REQUANTIZED_TO_4_BITS,
+    ROUNDINGS,
     TRANSPOSED,
     Cause,
     find_causes,
@@ -102,12 +103,13 @@ class MergeMeasure:
             half is a part of it.
         onto: What the delta was added to: ``"trained"``, the dequantized weights that
             were trained on; ``"original"``, those of the base's files; ``"other"``.
-        tensors: The figures of each adapted tensor that was found, by its name.
+        tensors: The figures of each adapted tensor, by its name; one that is missing has
+            0 bits.
         num_compared: The number of tensors compared, adapted or not.
         faults: What is not as a merge makes it; empty where all of it is.
-        assumed: The form of the base that was compared with, where nothing records in
-            which it was trained on: ``"as they are"``, ``"in nf4"``; ``""``: it is
-            recorded.
+        assumed: The form of the base that was compared with, where nothing records that
+            it was trained on in this: ``"as they are"``, ``"in nf4, as given"``; ``""``:
+            it is recorded.
     """
 
     kept: float
@@ -130,7 +132,7 @@ class MergeMeasure:
         if not self.tensors:
             return "a merge: the adapter adds nothing, and neither does the checkpoint"
 
-        base = _TOLD_ONTO[self.onto]
+        base = _TOLD_ONTO.get(self.onto, f"added to the base's weights {self.assumed}")
         if self.assumed and self.onto == TRAINED:
             base = (
                 f"added to the base's weights {self.assumed}; nothing records whether "
@@ -365,7 +367,14 @@ def _measured(
         if one.is_copy:
             return figures  # trained in place: the base's own value is not right
 
-    if is_right(figures) or (one.original is None and one.layer is None):
+    # The tolerance of a large delta is more than what 8 bits take from the original.
+    nearest = figures.nearest
+    is_rounded = nearest.off <= ROUNDINGS**2 * nearest.rounding
+    is_certain = is_rounded or one.layer is None or figures.is_quantized
+    if is_right(figures) and (is_certain or one.original is None):
+        return figures
+
+    if one.original is None and one.layer is None:
         return figures
 
     if one.original is None:
@@ -492,9 +501,10 @@ def _total(figures: Sequence[Figures], wrong: Mapping[str, Cause]) -> MergeMeasu
     kept, off = 0.0 if adapted else 1.0, 0.0
     tensors = {}
     for one in adapted:
-        measure = TensorMeasure(one.nearest.kept, one.nearest.error, one.num_bits)
+        num_bits = 0 if wrong.get(one.fqn) == (MISSING, "") else one.num_bits
+        measure = TensorMeasure(one.nearest.kept, one.nearest.error, num_bits)
         if not one.is_finite:
-            measure = TensorMeasure(0.0, 1.0, one.num_bits)
+            measure = TensorMeasure(0.0, 1.0, num_bits)
         tensors[one.fqn] = measure
         kept += one.delta / total * measure.kept
         off += one.delta / total * measure.error**2

@@ -233,14 +233,15 @@ def command(
 
 
 def _merge(merge: MergeMeasure) -> list[RenderableType]:
-    """Lay out the verdict on a merge, and its worst tensors where it is none."""
+    """Lay out the verdict on a merge, and the worst of its tensors at fault."""
     verdict = printable(str(merge))
-    if not merge.faults:
+    at_fault = {fqn for fault in merge.faults for fqn in fault.fqns}
+    bad = [item for item in merge.tensors.items() if item[0] in at_fault]
+    if not bad:
         return [verdict]
-    worst = sorted(merge.tensors.items(), key=lambda item: -item[1].error)
     rows = [["tensor", "kept", "error", "bits"]]
-    for fqn, one in worst[:_MOST_TENSORS]:
-        figures = f"{one.kept:.1%}", f"{one.error:.1%}", str(one.bits)
+    for fqn, one in sorted(bad, key=lambda item: -item[1].error)[:_MOST_TENSORS]:
+        figures = f"{one.kept:.1%}", f"{one.error:.1%}", str(one.bits or "-")
         rows.append([printable(fqn), *figures])
     kept = f"{merge.kept:.1%} of the delta is there, with an error of {merge.error:.1%} of it; the worst tensors:"
     return [verdict, kept, table(rows)]

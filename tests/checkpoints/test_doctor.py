@@ -382,6 +382,7 @@ def test_an_adapter_merged_into_4_bit_weights_is_found_and_measured(runs: Path) 
     report = doctor(runs / "requantized")
     assert faults(report) == [MERGED]
     assert "not measured" in report.findings[0].evidence
+    assert report.findings[0].remedy.startswith("merge again: kbitwrap merge ADAPTER")
     for base in (runs / "base", zoo.checkpoint("llama")):
         report = doctor(runs / "requantized", base=base, adapter=runs / "run")
         assert faults(report) == [MERGED]

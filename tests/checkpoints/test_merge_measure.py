@@ -156,6 +156,7 @@ REMEDIES = {
     "no delta: the base's bytes, unchanged": "merge again, and see that the adapter is loaded",
     "the delta is doubled: merged twice, or by a wrong scale": "merge once, into the base",
     "another adapter's delta": "give the adapter that was merged",
+    "missing from the checkpoint": "merge again, or restore the shard that holds it",
 }
 
 

@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 import kbitwrap.export.merged as merged_module
 import kbitwrap.model.bitsandbytes_layers as layers_module
 import kbitwrap.tensors.bits as bits_module
-from kbitwrap import ConfigError, ManifestMismatchError, doctor, merge_checkpoint, stamp_adapter
+from kbitwrap import ConfigError, ManifestMismatchError, QuantKind, doctor, merge_checkpoint, stamp_adapter
 from kbitwrap.checkpoints.adapters import read_adapter
 from kbitwrap.checkpoints.base import load_adapted, load_base
 from kbitwrap.checkpoints.base_quantization import GIVEN, BaseQuantization
@@ -311,7 +311,9 @@ def test_a_base_is_quantized_once_to_be_used_and_compared_with_its_manifest(
     counted = mock.Mock(wraps=layers_module._quantized)
     monkeypatch.setattr(layers_module, "_quantized", counted)
     assert doctor(merge / "merged", base=merge / "base", adapter=merge / "adapter").findings == ()
-    assert counted.call_count == num_layers + 1  # on one of them a merge is tried out
+    num_kinds = len([kind for kind in QuantKind if kind.settings])
+    # on one of them a merge is tried out, and on one each kind of quantization
+    assert counted.call_count == num_layers + 1 + num_kinds
     counted.reset_mock()
     merge_checkpoint(merge / "base", merge / "adapter", merge / "again")
     assert counted.call_count == num_layers + 1

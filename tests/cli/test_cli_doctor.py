@@ -111,8 +111,9 @@ def test_doctor_says_first_that_a_merge_is_one(
     capsys.readouterr()
     options = ["--base", base, "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "out"), *options, "--quant", "nf4"]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first == "a merge: 100.0% of the adapter's delta, added to the weights that it was trained on"
+    first = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+    onto = "added to the base's weights in nf4, as given; nothing records whether it was trained on these"
+    assert first == f"a merge: 100.0% of the adapter's delta, {onto}"
 
 
 QUANTS = ["nf4", "nf4-double", "fp4", "fp4-double", "int8"]
