@@ -21,7 +21,7 @@ def _text(path: Path) -> str:
 
 README, PICTURES = _text(pages.ROOT / "README.md"), _text(pages.DOCS / "pictures.md")
 MEASURED = _text(pages.DOCS / "merges_measured.md")
-WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen"}
+WORDS = {14: "fourteen", 15: "fifteen", 16: "sixteen"}
 
 
 @pytest.fixture(scope="module")

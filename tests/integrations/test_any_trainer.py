@@ -128,7 +128,11 @@ def test_a_run_that_nothing_prepared_is_resumed_on_its_base_alone(tmp_path: Path
     other = load_base()
     with torch.no_grad():
         other.model.norm.weight[0] += 1
-    cases = [(other, "tensors"), (load_base("fp4"), "model.quantization"), (by_peft(load_base()), "tensors")]
+    cases = [
+        (other, "tensors"),
+        (load_base("fp4"), "another quantization: bnb_4bit_quant_type: expected 'nf4'"),
+        (by_peft(load_base()), "tensors"),
+    ]
     cases.append((prepare("none").model, "prepared: expected False, found True"))
     for model, said in cases:
         with pytest.raises(ManifestMismatchError, match=said) as caught:
