@@ -82,6 +82,7 @@ def verdict(
     if others:
         parts.append(f"{does_not} with {', '.join(others)}")
     if smaller:
-        parts.append(f"{smaller} do")
+        with_all = " with all" if len(fits) > 1 else ""
+        parts.append(f"{smaller} fit{with_all}")
     subject = f"{batch} tokens " if batch else ""
     return f"{memory}: {subject}{'; '.join(parts)}."

@@ -137,14 +137,14 @@ def test_the_first_sentence_says_what_does_not_fit(
     model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 64})
     arguments = [model, "--step", "--seq", "8", "--precision", "none", "norms"]
     for budget, said in (
-        ("1KiB", "1.0 KiB: 1 x 8 tokens do not fit with none, norms; 3 x 8 do.\n"),
+        ("1KiB", "1.0 KiB: 1 x 8 tokens do not fit with none, norms; 3 x 8 fit with all.\n"),
         ("1GiB", "1.0 GiB: 1 x 8 tokens fit with none, norms.\n"),
     ):
         assert main(["plan", *arguments, "--budget", budget]) == (budget == "1KiB")
         assert capsys.readouterr().out.startswith(said)
     monkeypatch.setattr(StepPredictor, "largest_batch", lambda *_: 0)
     assert main(["plan", *arguments, "--budget", "1KiB"]) == 1
-    assert "tokens do not fit with none, norms; 1 x 64 do.\n" in capsys.readouterr().out
+    assert "tokens do not fit with none, norms; 1 x 64 fit with all.\n" in capsys.readouterr().out
     monkeypatch.setattr(StepPredictor, "longest_sequence", lambda *_: 0)
     assert main(["plan", *arguments, "--budget", "1KiB"]) == 1
     assert "tokens do not fit with none, norms.\n" in capsys.readouterr().out

@@ -87,7 +87,7 @@ def test_other_pages_count_as_many(rows: list[dict[str, Any]]) -> None:
     pictures = (pages.DOCS / "pictures.md").read_text(encoding="utf-8")
     assert f"Of {len(rows)} peaks that others measured on GPUs, {_near(rows, 2)} are predicted within 2 %" in pictures
     fit = (pages.DOCS / "fit.md").read_text(encoding="utf-8")
-    assert f"[Published figures](published.md) of {len(rows)} real runs" in fit
+    assert f"[{len(rows)} peaks of real runs](published.md)" in fit
 
 
 def test_the_page_says_how_many_of_fitchecks_peaks_lie_in_range(rows: list[dict[str, Any]]) -> None:
