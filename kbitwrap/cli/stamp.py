@@ -81,6 +81,10 @@ def command(
             )
     for one in caught:
         say(f"note: {one.message}")
+    if quant is not None:
+        say(
+            f"note: --quant {quant} was taken at its word; merge and doctor go by it now"
+        )
     said = f"{adapter}: kbitwrap.json, {len(manifest.rows)} tensors of the base"
     unknown = [f"unknown: {what}" for what in manifest.unknown]
     result = {"path": str(adapter), "unknown": list(manifest.unknown)}

@@ -253,6 +253,7 @@ def test_a_stamp_is_made_as_it_is_told_and_says_how_it_is_replaced(
     assert status == 0
     assert "tensors of the base" in out
     assert "how the base was quantized" not in err
+    assert err == f"kbitwrap: note: --quant {quant} was taken at its word; merge and doctor go by it now\n"
     status, _, err = run(capsys, *arguments)
     assert (status, err.count("\n")) == (2, 1)
     path = adapter / "kbitwrap.json"
