@@ -186,12 +186,8 @@ def check_recommendation(run: TextRun, found: MergeComparison, folder: Path) -> 
     """It has the lowest loss by an independent evaluation, or one within two standard errors of it, which is said."""
     losses = {}
     for form in found.merges:
-        if form == "original":
-            model = run.reload()
-        else:
-            merge_checkpoint(run.base, run.adapter, folder / form, merge_as=form, device="cpu")
-            model = run.load(folder=folder / form)
-        losses[form], _ = run.evaluate(model)
+        merge_checkpoint(run.base, run.adapter, folder / form, merge_as=form, device="cpu")
+        losses[form], _ = run.evaluate(run.load(folder=folder / form))
     best = min(losses, key=lambda form: float(losses[form].mean()))
     if best != found.recommended:
         difference = losses[found.recommended] - losses[best]
