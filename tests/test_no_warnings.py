@@ -58,11 +58,11 @@ COMMANDS = [
     "plan base",
     "plan base --step --seq 16 --batch 1",
     "doctor base",
-    "doctor run/kbitwrap.json",
-    "merge run --out half",
-    "merge run --out quantized --as quantized",
-    "doctor half --base base --adapter run",
-    "doctor run",
+    "doctor adapter/kbitwrap.json",
+    "merge adapter --out half",
+    "merge adapter --out quantized --as quantized",
+    "doctor half --base base --adapter adapter",
+    "doctor adapter --base base",
     "convert --from base --out converted --dtype float16",
 ]
 
