@@ -39,7 +39,9 @@ NUM_STEPS = 2
 LOGITS, KERNELS = "logits.pt", "kernels.txt"
 PAGE = DOCS / "versions.md"
 FIGURES = DOCS / "benchmarks" / "numerics.json"
-SAID = re.compile(r"and computes other logits: (?:since then (.*)|no library's version changed: .*); training goes on")
+SAID = re.compile(
+    r"and computes other logits: (?:since then (.*)|no library's version changed: .*); training continues"
+)
 CHANGE = re.compile(r"^(\S+) (.+) became (.+)$")
 
 

@@ -219,11 +219,13 @@ def compare_merges(
     device = merging.get("device") or accelerator_type() or "cpu"
     trust = merging.get("trust_remote_code", False)
     quantization = find_quantization(base, given, record, saved, trust)
-    folders = [form for form in forms if form not in _FORMS]
     names = []
     for form in forms:
-        is_path = isinstance(form, os.PathLike) and os.fspath(form) in _FORMS
-        names.append(os.path.join(os.curdir, form) if is_path else os.fspath(form))
+        name = os.fspath(form)
+        if isinstance(form, os.PathLike) and name in _FORMS:
+            name = os.path.join(os.curdir, name)
+        names.append(name)
+    folders = [name for name in names if name not in _FORMS]
     rows = _tokenize(texts, samples, [*folders, saved.folder, base], trust)
     config = read_config(base, trust).get_text_config()
     num_virtual = saved.config.get("num_virtual_tokens") or 0
@@ -434,13 +436,13 @@ def _predict(
         ids = tokens.to(model.device)
         found = predict(ids)[:-1]
         path = Path(place, f"{number}.pt")
-        if number == 0 and not path.exists():
-            off = found - predict(ids[:-1])
-            if float((found.exp() * off).sum(-1).mean()) > _ROUNDING:
-                raise ConfigError(
-                    f"{expected_kind}, whose predictions change with the tokens after them"
-                )
         if not path.exists():
+            if number == 0:
+                off = found - predict(ids[:-1])
+                if float((found.exp() * off).sum(-1).mean()) > _ROUNDING:
+                    raise ConfigError(
+                        f"{expected_kind}, whose predictions change with the tokens after them"
+                    )
             likely = found.topk(min(_MOST_KEPT, found.shape[-1])).indices
             torch.save((likely, _gather(found, likely)), path)
         likely, expected = torch.load(path, ids.device)

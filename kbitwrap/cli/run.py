@@ -144,20 +144,15 @@ def command(
         raise _Stopped
 
     stopping = instead_of_training(stop, precision=precision, loads=load)
-    is_loop = "backward(" in text and "Trainer" not in text
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(_Stopped, SystemExit))
-        if is_loop:  # it has to fail, without weights or at its backward
-            stack.enter_context(mock.patch.object(sys, "excepthook"))
+    with contextlib.suppress(_Stopped, SystemExit):
         if _run(script, arguments, stopping) == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
-    if not trainers and is_loop:
-        raise InputError(
-            "the script ended before a trainer's train(): there is no trainer in it; 'kbitwrap plan MODEL --step' "
-            "answers for a loop"
-        )
     if not trainers:
         remedy = "" if load else "; its models have weights only with --load"
+        if "backward(" in text:
+            remedy += (
+                "; for a loop without a trainer 'kbitwrap plan MODEL --step' answers"
+            )
         raise InputError(f"the script ended before a trainer's train(){remedy}")
     return _tell_step(*trainers[0], limit, device_memory, unified)
 

@@ -531,7 +531,7 @@ def _compare_numerics(
         if changed:
             cause = f"since then {', '.join(changed)}"
         warnings.warn(
-            f"the base has the same bytes as in the first run, and computes other logits: {cause}; training goes on",
+            f"the base has the same bytes as in the first run, and computes other logits: {cause}; training continues",
             UserWarning,
             stacklevel=4,
         )

@@ -289,14 +289,14 @@ def test_a_resume_that_computes_other_logits_says_so_once_names_what_changed_and
     [said], _ = resume(of_other_kernels(), checkpoint, tmp_path / "kernels")
     assert said == (
         f"{SAID}: no library's version changed: the device, its kernels or threads, or the dtype of the run is "
-        "another; training goes on"
+        "another; training continues"
     )
     installed = Manifest.load(checkpoint).versions
     rewrite(checkpoint, torch="2.0.0", peft=None, python="3.0.0")
     [said], _ = resume(of_other_kernels(), checkpoint, tmp_path / "versions")
     assert said == (
         f"{SAID}: since then peft (not installed) became {installed['peft']}, torch 2.0.0 became "
-        f"{installed['torch']}; training goes on"
+        f"{installed['torch']}; training continues"
     )
 
 
