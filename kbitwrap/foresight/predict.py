@@ -34,7 +34,7 @@ from .trainer_arguments import (
     trainer_class,
 )
 from .trainers import Rehearsal
-from .unknown import Unknown, sampled_bytes, unknowns
+from .unknown import Unknown, unknowns
 
 _OVER_EVERY_BUDGET = 1 << 80  # bytes
 # the default dtype, and what transformers is told, are those of the process
@@ -252,9 +252,12 @@ class StepPredictor:
         unknown: tuple[Unknown, ...] = ()
         if self._on_cuda:
             tokens = batch_size * seq_len
-            sampled = self._sampled_bytes
             unknown = unknowns(
-                step, reserved, tokens, sampled, has_int8=simulated.has_int8
+                step,
+                reserved,
+                tokens,
+                simulated.sample_bytes,
+                has_int8=simulated.has_int8,
             )
         told = list(simulated.warnings)
         most = self.max_seq_len
@@ -391,20 +394,14 @@ class StepPredictor:
         loading = self._simulated.loading if self._on_cuda else None
         return None if loading is None else loading.peak_bytes
 
-    @property
-    def _sampled_bytes(self) -> int:
-        """The bytes of the samples that preparing keeps."""
-        if self.precision in (PEFT, UNPREPARED):
-            return 0
-        return sampled_bytes(self._simulated.fakes.model, self._simulated.blocks)
-
     def _replay(self, step: Step, limit: float = math.inf) -> Reserved | None:
         """Return what a run with a step reserves, where that is known; raises as ``replay`` does."""
         if not self._on_cuda or step.static is None:
             return None
         simulated = self._simulated
-        sampled = self._sampled_bytes
-        prepared = Prepared(simulated.loaded, simulated.casts, sampled, limit)
+        prepared = Prepared(
+            simulated.loaded, simulated.casts, simulated.sample_bytes, limit
+        )
         return replay(prepared, step)
 
     def _step(self, batch_size: int, seq_len: int) -> Step:

@@ -135,7 +135,8 @@ def replay(prepared: Prepared, step: Any) -> Reserved:
 
     Spans of one block stand for those of several, so that which storage is freed is told
     by its bytes and its place alone: of those alive with the same bytes it is the newest
-    that was made at the same place, or else the oldest.
+    that was made at the same place, or else at the nearest of the same pass, since the
+    first block of a pass may do less than the others; or else the oldest.
 
     Args:
         prepared: The model before the step; it changes.
@@ -179,11 +180,29 @@ def replay(prepared: Prepared, step: Any) -> Reserved:
                     continue
                 for _ in range(min(-number, len(alike))):
                     last = len(alike) - 1
-                    while last and alike[last][0] != storage.place:
+                    while last >= 0 and alike[last][0] != storage.place:
                         last -= 1
+                    if last < 0:
+                        last = _nearest(alike, storage.place)
                     allocator.free(alike.pop(last)[1])
         for alike in live.values():
             for _, block in alike:
                 allocator.free(block)
     by_phase = {**prepared.reserved_by_phase, "step": allocator.peak_reserved_bytes}
     return Reserved(by_phase, allocator.peak_allocated_bytes)
+
+
+def _nearest(alike: list[tuple[Any, int]], place: Any) -> int:
+    """Return the index of the newest of those made nearest to a place in its pass; 0 where none was made in that pass.
+
+    Args:
+        alike: The storages alive, oldest first: the place and the block of each.
+        place: The place of the storage that is freed.
+    """
+    *of_pass, number = place
+    found = [
+        (abs(other[-1] - number), -index)
+        for index, (other, _) in enumerate(alike)
+        if list(other[:-1]) == of_pass
+    ]
+    return -min(found)[1] if found else 0

@@ -177,6 +177,7 @@ class SimulatedModel:
         loading: What loading allocates; ``None`` where it is not known.
         loaded: The events of ``loading``; if that is not known, one for each tensor.
         casts: What preparing casts, in order.
+        sample_bytes: The bytes of the samples that preparing keeps.
         warnings: What a user has to know of the preparation.
         name: The name of the model's class.
     """
@@ -219,6 +220,7 @@ class SimulatedModel:
         self._preparation = None
         sizes = {one: one.nbytes for one in base.parameters()}
         self.casts: list[Cast] = []
+        self.sample_bytes = 0
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
             kept = [
@@ -245,8 +247,10 @@ class SimulatedModel:
             self._preparation = Preparation(self)
             tree = tree_of(base)
             self._preparation.apply(plan_for(tree, config, engine), tree)
-            self.warnings = self._preparation.plan.warnings
-            self.casts = casts_of(self._preparation.plan)
+            plan = self._preparation.plan
+            self.warnings = plan.warnings
+            self.casts = casts_of(plan)
+            self.sample_bytes = plan.sample_bytes
         adapters = None if has_adapters else checked(lora)
         is_cut_first = are_default(adapters)  # to make fewer adapters
         if is_cut_first:

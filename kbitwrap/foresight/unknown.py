@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from ..config import format_bytes
-from ..preparation.fingerprints import sample_bytes
 from ..tensors.allocator import ALLOCATION_BYTES, rounded_up
 from .ledger import DEQUANTIZED, FORWARD
 from .reserved import WORKSPACE_BYTES, Reserved
 
 if TYPE_CHECKING:
-    from .blocks import BlockId, Blocks
     from .trace import Step
 
 THREADS = 2  # the caller's, and that of autograd
@@ -113,15 +108,3 @@ def unknowns(
             )
         )
     return tuple(found)
-
-
-def sampled_bytes(model: nn.Module, blocks: Blocks) -> int:
-    """Return the bytes of a sample of every parameter that was there before the adapters, at most."""
-    owners = blocks.owners()
-    by_part: Counter[BlockId | None] = Counter()
-    for module in model.modules():
-        part = owners.get(id(module))
-        for parameter in module._parameters.values():
-            if parameter is not None and not parameter.requires_grad:
-                by_part[part] += sample_bytes(parameter)
-    return sum(blocks.whole(by_part))

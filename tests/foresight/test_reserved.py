@@ -9,7 +9,7 @@ import pytest
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, Gemma2Config, LlamaConfig, MistralConfig, MixtralConfig, T5Config
 
-from kbitwrap import ConfigError, StepPredictor, predict_step
+from kbitwrap import ConfigError, Plan, StepPredictor, predict_step
 from kbitwrap.foresight import loading, reserved
 from kbitwrap.tensors.allocator import Allocator, rounded_up
 from support.thorough import few
@@ -127,11 +127,22 @@ def test_what_the_allocator_is_asked_for_at_most_is_the_peak(
     monkeypatch.setattr(reserved, "Allocator", make)
     predict = StepPredictor({"shallow": SHALLOW, **DEEP_MODELS}[name], **{"quantization_config": NF4, **options})
     step = predict(2, 48)
-    beside = 2 * reserved.WORKSPACE_BYTES[0] + rounded_up(predict._sampled_bytes, 512)
+    samples = sum(part.least_bytes for part in step.unknown if part.what.startswith("samples"))
+    beside = 2 * reserved.WORKSPACE_BYTES[0] + rounded_up(samples, 512)
     assert made[-1].most - beside == step.peak_bytes
     blocks = next(part for part in step.unknown if "blocks" in part.what)
     assert blocks.most_bytes == made[-1].peak_allocated_bytes - made[-1].most
     assert step.reserved_bytes == made[-1].peak_reserved_bytes >= made[-1].peak_allocated_bytes
+
+
+@pytest.mark.parametrize("name", few(["t5", "llama", "gemma2"], ["t5"]))
+@pytest.mark.parametrize("precision", ["full", "compute", "norms"])
+def test_the_samples_beside_a_step_are_those_that_a_preparation_keeps(name: str, precision: str) -> None:
+    config = DEEP_MODELS[name]
+    plan = Plan.for_pretrained(config, NF4, precision=precision)
+    step = predict_step(config, quantization_config=NF4, precision=precision, batch_size=1, seq_len=8)
+    (samples,) = (part for part in step.unknown if part.what.startswith("samples"))
+    assert samples.least_bytes == samples.most_bytes == plan.sample_bytes
 
 
 WIDE = LlamaConfig(**SHAPES | {"vocab_size": 1 << 18, "tie_word_embeddings": False})
@@ -140,9 +151,10 @@ predicted = functools.partial(predict_step, SHALLOW, quantization_config=NF4, ba
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["norms", "peft"])
 @pytest.mark.parametrize("name", DEEP_MODELS)
-def test_blocks_that_are_not_run_reserve_what_they_would(name: str) -> None:
-    options: dict[str, Any] = {"quantization_config": NF4, "batch_size": 2, "seq_len": 2000}
+def test_blocks_that_are_not_run_reserve_what_they_would(name: str, precision: str) -> None:
+    options: dict[str, Any] = {"quantization_config": NF4, "precision": precision, "batch_size": 2, "seq_len": 2000}
     cut, all_ = (predict_step(DEEP_MODELS[name], exact=exact, **options) for exact in (False, True))
     assert cut.traced_blocks < all_.traced_blocks
     assert cut.reserved_by_phase == all_.reserved_by_phase
