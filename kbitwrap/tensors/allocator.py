@@ -74,9 +74,8 @@ class Allocator:
         # of free blocks, the addresses by the ends; and the sizes with the addresses, in order, of both pools
         self._ends: dict[int, int] = {}
         self._pools: tuple[list[tuple[int, int]], ...] = [], []
-        # the sizes of addresses without memory
+        # the sizes of address ranges without memory; those that touch are one
         self._unmapped = dict.fromkeys((_SMALL_POOL, 0), 1 << 59)
-        self._gap = 0 if self._expands else ALLOCATION_BYTES
 
     def reset_peaks(self) -> None:
         """Start both peaks from what is there now."""
@@ -93,6 +92,13 @@ class Allocator:
         address = self._best_fit(size)
         if address is None:
             address = self._reserve(size)
+        if address is None and self._release_unsplit(size):
+            address = self._reserve(size)
+        if address is None:
+            self.empty_cache()
+            address = self._reserve(size)
+        if address is None:
+            raise MemoryError(f"{size:,} bytes more than {self.reserved_bytes:,}")
         whole = self._remove(address)
         rest = whole - size
         is_exact = size <= _SMALL or self._expands
@@ -113,20 +119,10 @@ class Allocator:
     def empty_cache(self) -> None:
         """Release every segment in which nothing is in use, or the whole granules of it where segments expand."""
         for address, size in list(self.free_blocks.items()):
-            begin, end = address, address + size
             if self._expands:
-                granule = _SMALL_SEGMENT if address < 0 else _LARGE_SEGMENT
-                begin, end = rounded_up(begin, granule), end // granule * granule
-            elif self._segments.get(address) != size:
-                continue
-            if begin < end:
-                self._remove(address)
-                self._grow(begin - end)
-                if self._expands:
-                    self._unmapped[begin] = end - begin
-                for left, right in ((address, begin), (end, address + size)):
-                    if left < right:
-                        self._add(left, right - left)
+                self._unmap(address, address + size)
+            elif self._segments.get(address) == size:
+                self._release(address)
 
     def _best_fit(self, size: int) -> int | None:
         """Return the smallest free block that is large enough and may be split; ``None`` without one."""
@@ -148,40 +144,100 @@ class Allocator:
             limit = size + _LARGE_SEGMENT
         return address if found < limit else None
 
-    def _reserve(self, size: int) -> int:
-        """Put memory behind the first addresses that have room for so many bytes; return where they begin."""
+    def _reserve(self, size: int) -> int | None:
+        """Make a free block of at least so many bytes; return its address, or ``None`` where the limit forbids it."""
         is_small = size <= _SMALL
         granule = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
-        wanted = granule if size < _OWN_SEGMENT else rounded_up(size, _SMALL_SEGMENT)
-        if self.reserved_bytes + wanted > self._limit:
-            self.empty_cache()
-        if self.reserved_bytes + wanted > self._limit:
-            raise MemoryError(f"{wanted:,} bytes more than {self.reserved_bytes:,}")
-        # Find the first run of free and unmapped addresses that is long enough.
+        if self._expands:
+            return self._expand(size, granule)
+        num_bytes = granule if size < _OWN_SEGMENT else rounded_up(size, _SMALL_SEGMENT)
+        if self.reserved_bytes + num_bytes > self._limit:
+            return None
+        (begin,) = (one for one in self._unmapped if (one < 0) == is_small)
+        room = self._unmapped.pop(begin)
+        taken = num_bytes + ALLOCATION_BYTES  # a gap keeps segments apart
+        self._unmapped[begin + taken] = room - taken
+        self._segments[begin] = num_bytes
+        self._map(begin, num_bytes)
+        return begin
+
+    def _expand(self, size: int, granule: int) -> int | None:
+        """Map the unmapped ones of the first free addresses that have room for so many bytes.
+
+        Returns:
+            Where they begin; ``None`` where the limit forbids it, though some may be
+            mapped by then.
+        """
         begin = end = 0
         for start in sorted(self._unmapped):
+            if (start < 0) != (granule == _SMALL_SEGMENT):
+                continue
             begin = end = self._ends.get(start, start)
             while end - begin < size and (
                 end in self.free_blocks or end in self._unmapped
             ):
                 end += self.free_blocks.get(end) or self._unmapped[end]
-            if end - begin >= size and (start < 0) == is_small:
+            if end - begin >= size:
                 break
         while (free := self.free_blocks.get(begin, 0)) < size:
             start = begin + free
-            room = self._unmapped.pop(start)
-            if self._expands:
-                wanted = min(room, rounded_up(size - free, granule))
-            if wanted < room:  # a gap keeps segments apart
-                self._unmapped[start + wanted + self._gap] = room - wanted
-            self._segments[start] = wanted
-            self._add(start, wanted)
-            self._grow(wanted)
+            room = self._unmapped[start]
+            num_bytes = min(room, rounded_up(size - free, granule))
+            if self.reserved_bytes + num_bytes > self._limit:
+                return None
+            del self._unmapped[start]
+            if num_bytes < room:
+                self._unmapped[start + num_bytes] = room - num_bytes
+            self._map(start, num_bytes)
         return begin
 
-    def _grow(self, num_bytes: int) -> None:
+    def _map(self, address: int, num_bytes: int) -> None:
+        self._add(address, num_bytes)
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _unmap(self, begin: int, end: int) -> None:
+        """Return to the device what a free block has of whole granules."""
+        granule = _SMALL_SEGMENT if begin < 0 else _LARGE_SEGMENT
+        first, last = rounded_up(begin, granule), end // granule * granule
+        if first >= last:
+            return
+        self._remove(begin)
+        for left, right in ((begin, first), (last, end)):
+            if left < right:
+                self._add(left, right - left)
+        self.reserved_bytes -= last - first
+        before = next(
+            (one for one, size in self._unmapped.items() if one + size == first), first
+        )
+        after = self._unmapped.pop(last, 0)
+        self._unmapped[before] = last + after - before
+
+    def _release(self, address: int) -> int:
+        """Return a segment that is one free block to the device; return its size."""
+        size = self._remove(address)
+        del self._segments[address]
+        self.reserved_bytes -= size
+        return size
+
+    def _release_unsplit(self, size: int) -> bool:
+        """Return free segments that are never split to the device, as many as a request needs.
+
+        Returns:
+            Whether they suffice.
+        """
+        if self._expands or math.isinf(self._most_split):
+            return False
+        wanted = max(size, self._most_split)
+        pool = self._pools[size <= _SMALL]
+        index = bisect_left(pool, (wanted,))
+        if index < len(pool):
+            self._release(pool[index][1])
+            return True
+        released = 0
+        while released < wanted and pool and pool[-1][0] >= self._most_split:
+            released += self._release(pool[-1][1])
+        return released >= wanted
 
     def _add(self, address: int, size: int) -> None:
         """Add a free block, united with those next to it."""

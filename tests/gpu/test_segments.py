@@ -1,9 +1,12 @@
-"""The model of the caching allocator makes the segments that torch's makes. Skipped where there is no CUDA device."""
+"""The model of the caching allocator makes the segments of torch's: of steps on a GPU, of any requests without one."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +16,103 @@ import pytest
 import torch
 
 from kbitwrap.tensors.allocator import Allocator
+from support.thorough import few
 
-pytestmark = [
-    pytest.mark.real_gpu,  # its caching allocator
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+MIB = 1 << 20
+SETTINGS = ["", "max_split_size_mb:20", "expandable_segments:True"]
+TORCH = Path(torch.__file__).parent
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
-@pytest.mark.parametrize("settings", ["", "max_split_size_mb:64", "expandable_segments:True"])
+@pytest.fixture(scope="module")
+def torchs_allocator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program with torch's allocator, of device/allocator.cpp."""
+    triton = importlib.util.find_spec("triton")  # which has CUDA's headers
+    assert triton is not None
+    assert triton.origin is not None
+    assert COMPILER is not None
+    program = tmp_path_factory.mktemp("allocator") / "allocator"
+    source = Path(__file__).parents[1] / "device" / "allocator.cpp"
+    headers = [f"-I{TORCH / 'include'}", f"-I{Path(triton.origin).parent / 'backends/nvidia/include'}"]
+    libraries = [f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", "-lc10_cuda", "-lc10", "-ldl"]
+    # Its functions take the place of those of CUDA's libraries; others of these are looked for when they are called.
+    linking = ["-rdynamic", "-Wl,--allow-shlib-undefined", "-Wl,-z,lazy"]
+    command = [COMPILER, "-std=c++20", "-O1", "-w", *headers, str(source), "-o", str(program), *libraries, *linking]
+    subprocess.run(command, check=True)
+    return program
+
+
+@pytest.mark.skipif(torch.version.cuda is None or COMPILER is None, reason="needs torch for CUDA and a C++ compiler")
+@pytest.mark.parametrize("settings", [*SETTINGS, "max_split_size_mb:64", "garbage_collection_threshold:0.6"])
+@pytest.mark.parametrize("numbers", few([range(150), range(150, 2000)], [range(150)]), ids=str)
+def test_whatever_is_asked_for_it_reserves_what_torchs_reserves(
+    settings: str, numbers: range, torchs_allocator: Path
+) -> None:
+    told: list[str] = []
+    expected: list[str] = []
+    for number in numbers:
+        one_sequence(random.Random(number), settings, told, expected)
+    done = subprocess.run(
+        [torchs_allocator],
+        input="\n".join(told),
+        env={**os.environ, "PYTORCH_ALLOC_CONF": settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # it warns where memory runs out
+        text=True,
+        check=True,
+    )
+    for line, said, ours in zip(told, done.stdout.splitlines(), expected, strict=True):
+        assert sorted(said.split(" ")) == sorted(ours.split(" ")), line
+
+
+def one_sequence(draw: random.Random, settings: str, told: list[str], expected: list[str]) -> None:
+    """Add what a sequence tells torch's allocator, and what it has to answer."""
+    limit = draw.choice([1 << 40, 40 * MIB, 100 * MIB, 400 * MIB])
+    allocator = Allocator(settings, limit)
+    sizes = [int(2 ** draw.uniform(0, 26)) for _ in range(8)] + [
+        MIB,
+        MIB + 1,
+        10 * MIB,
+        10 * MIB - 1,
+        20 * MIB,
+        64 * MIB,
+    ]
+    live: list[tuple[int, int]] = []
+    num_requests = 0
+
+    def tell(line: str, is_out_of_memory: bool = False) -> None:
+        told.append(line)
+        sums = f"{allocator.allocated_bytes} {allocator.reserved_bytes}"
+        expected.append("-1 -1" if is_out_of_memory else sums)
+
+    told.append("begin")
+    expected.append("0 0")
+    tell(f"limit {limit}")
+    for _ in range(draw.choice([30, 300])):
+        action = draw.random()
+        if action < 0.02:
+            allocator.empty_cache()
+            tell("empty")
+        elif live and action < 0.45:
+            number, block = live.pop(draw.randrange(len(live)))
+            allocator.free(block)
+            tell(f"free {number}")
+        else:
+            size = draw.choice([draw.choice(sizes), int(2 ** draw.uniform(0, 26))])
+            try:
+                live.append((num_requests, allocator.allocate(size)))
+            except MemoryError:
+                tell(f"allocate {size}", is_out_of_memory=True)
+            else:
+                tell(f"allocate {size}")
+            num_requests += 1
+    told.append("segments")
+    expected.append(" ".join(",".join(map(str, blocks)) for blocks in found(allocator)))
+
+
+@pytest.mark.real_gpu  # its caching allocator
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_the_segments_of_two_steps_are_those_of_torch(settings: str, tmp_path: Path) -> None:
     """In a process of its own, whose allocator has given out nothing before."""
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings}

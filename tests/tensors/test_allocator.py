@@ -124,6 +124,41 @@ def test_an_expandable_segment_grows_at_its_end_and_gives_whole_granules_back() 
     assert allocator.reserved_bytes == 62 * MIB
 
 
+def test_granules_that_were_given_back_one_after_the_other_are_one_range() -> None:
+    allocator = Allocator(EXPANDABLE)
+    first, second, third, _, large, _ = (allocator.allocate(size * MIB) for size in (20, 20, 20, 20, 50, 10))
+    for block in (second, third):
+        allocator.free(block)
+        allocator.empty_cache()
+    allocator.free(large)
+    allocator.free(first)
+    assert allocator.allocate(15 * MIB) == large  # the first can grow to 60
+
+
+def test_at_the_limit_an_expandable_segment_grows_by_what_its_end_lacks() -> None:
+    allocator = Allocator(EXPANDABLE, limit=100 * MIB)
+    allocator.allocate(30 * MIB)
+    allocator.allocate(70 * MIB)
+    assert allocator.reserved_bytes == 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("cached", "wanted", "left"),
+    [
+        ([60, 100], 30, 130),  # the smallest that suffices is released, and not the other
+        ([70, 60, 50], 90, 140),  # or the largest ones
+    ],
+)
+def test_at_the_limit_no_more_is_released_of_what_is_never_split_than_a_request_needs(
+    cached: list[int], wanted: int, left: int
+) -> None:
+    allocator = Allocator("max_split_size_mb:40", limit=180 * MIB)
+    for block in [allocator.allocate(size * MIB) for size in cached]:
+        allocator.free(block)
+    allocator.allocate(wanted * MIB)
+    assert allocator.reserved_bytes == left * MIB
+
+
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
