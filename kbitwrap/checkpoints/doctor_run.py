@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..manifest.numerics import changed_versions
 from ..reports import shown
+from ..tensors.allocator import options_of, process_settings
 from ..tensors.lazy import materialize
 from .doctor_report import Finding, fault, fine, not_measured
 from .doctor_subjects import (
@@ -220,14 +221,16 @@ def allocator(_: Subject) -> Finding | None:
     if not _OF_TEGRA.exists():
         return None
 
-    older = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + older
-    if "expandable_segments:true" not in settings.replace(" ", "").lower():
+    variable, settings = process_settings()
+    given = [
+        one for one in options_of(settings) if one.startswith("expandable_segments:")
+    ]
+    if given[-1:] != ["expandable_segments:True"]:
         return fine("expandable segments are off")
 
     return fault(
         "expandable segments are on, on a Jetson",
-        f"PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is {shown(settings)}: the first allocation ends with CUDA "
+        f"{variable} is {shown(settings)}: the first allocation ends with CUDA "
         "driver error: out of memory, however much is free (unsloth-zoo#1235)",
         "leave expandable_segments out",
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..errors import ConfigError
 from ..preparation.plan import Plan
 from ..preparation.process import LARGE_BLOCK_BYTES
-from ..tensors.allocator import Allocator
+from ..tensors.allocator import Allocator, process_settings
 from .ledger import BACKWARD, FORWARD, OPTIMIZER_STEP, Events, Storage
 from .loading import storage_of
 
@@ -99,9 +99,11 @@ class Prepared:
         kept_bytes: int,
         limit: float = math.inf,
     ) -> None:
-        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        settings = os.environ.get("PYTORCH_ALLOC_CONF", settings)
-        self.allocator = allocator = Allocator(settings, limit)
+        variable, settings = process_settings()
+        try:
+            self.allocator = allocator = Allocator(settings, limit)
+        except ConfigError as error:
+            raise ConfigError(f"{variable}: {error}") from None
         held = defaultdict[int, dict[Storage, int]](dict)
         for owner, events in loading:
             blocks = held[id(owner)]

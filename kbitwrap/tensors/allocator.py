@@ -8,6 +8,8 @@ only on a process that limits its share of the device.
 from __future__ import annotations
 
 import math
+import os
+import re
 from bisect import bisect_left, insort
 
 from ..errors import ConfigError
@@ -31,11 +33,27 @@ def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def process_settings() -> tuple[str, str]:
+    """Return the environment variable from which torch takes its allocator's settings, and what it says.
+
+    The older one wins wherever it is set.
+    """
+    variable = "PYTORCH_ALLOC_CONF"
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+        variable = "PYTORCH_CUDA_ALLOC_CONF"
+    return variable, os.environ.get(variable, "")
+
+
+def options_of(settings: str) -> list[str]:
+    """Return the options of an allocator's settings, each as ``name:value`` without spaces."""
+    return "".join(settings.split()).split(",")
+
+
 class Allocator:
     """Counts what the allocator reserves on a device.
 
     Args:
-        settings: Its settings, as in ``PYTORCH_ALLOC_CONF``.
+        settings: Its settings, as in ``process_settings``.
         limit: The most bytes that can be reserved.
 
     Attributes:
@@ -52,16 +70,16 @@ class Allocator:
     def __init__(self, settings: str = "", limit: float = math.inf) -> None:
         self._expands = False
         self._most_split = math.inf
-        for option in settings.replace(" ", "").split(","):
+        for option in options_of(settings):
             name, _, value = option.partition(":")
-            is_number = name == "max_split_size_mb" and value.isdecimal()
+            is_number = name == "max_split_size_mb" and re.fullmatch("[0-9]+", value)
             if is_number and int(value) >= 20:  # torch takes no less
                 self._most_split = int(value) * _SMALL
             elif option in ("expandable_segments:True", "expandable_segments:False"):
                 self._expands = value == "True"
             elif option not in ("", "backend:native") and not name.startswith(_IDLE):
                 raise ConfigError(
-                    "PYTORCH_ALLOC_CONF: expected the native backend, True or False as expandable_segments, at least "
+                    "expected the native backend, True or False as expandable_segments, at least "
                     "20 as max_split_size_mb, and nothing else that decides what is reserved, found "
                     f"{option!r}"
                 )

@@ -262,8 +262,15 @@ def test_expandable_segments_are_a_fault_of_a_process_on_a_jetson(name: str, jet
     assert (finding.what, finding.where) == (SEGMENTS, "this process")
     assert "garbage_collection_threshold:0.8" in finding.evidence
     assert "unsloth-zoo#1235" in finding.evidence
-    jetson.setenv(name, "expandable_segments:False")
-    assert not doctor(model)
+    for off in ("expandable_segments:True,expandable_segments:False", "expandable_segments:true"):  # torch refuses that
+        jetson.setenv(name, off)
+        assert not doctor(model)
+
+
+def test_of_two_variables_with_settings_the_older_one_is_judged(jetson: pytest.MonkeyPatch) -> None:
+    jetson.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    jetson.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert not doctor(torch.nn.Linear(2, 2))
 
 
 def test_expandable_segments_are_no_fault_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,13 +175,18 @@ def test_it_is_in_the_prediction_on_cuda_alone() -> None:
 
 def test_settings_of_the_allocator_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = predict_step(WIDE, **OF_PEFT).reserved_by_phase
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:x")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:x")
     assert predict_step(WIDE, **OF_PEFT).reserved_by_phase != usual
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    with pytest.raises(ConfigError, match="max_split_size_mb"):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    with pytest.raises(ConfigError, match=r"^PYTORCH_ALLOC_CONF: expected the native backend.*max_split_size_mb:x"):
         predicted()
     assert predicted(kernels="cpu").reserved_bytes is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # is set
+    assert predict_step(WIDE, **OF_PEFT).reserved_by_phase == usual
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:x")
+    with pytest.raises(ConfigError, match=r"^PYTORCH_CUDA_ALLOC_CONF: "):
+        predicted()
 
 
 def test_a_step_fits_that_runs_once_the_cache_was_emptied() -> None:

@@ -15,13 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from kbitwrap.tensors.allocator import Allocator
+from kbitwrap.tensors.allocator import Allocator, process_settings
 from support.thorough import few
 
 MIB = 1 << 20
 SETTINGS = ["", "max_split_size_mb:20", "expandable_segments:True"]
 TORCH = Path(torch.__file__).parent
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+
+
+NEEDS_TORCHS_ALLOCATOR = pytest.mark.skipif(
+    torch.version.cuda is None or COMPILER is None, reason="needs torch for CUDA and a C++ compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ def torchs_allocator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.skipif(torch.version.cuda is None or COMPILER is None, reason="needs torch for CUDA and a C++ compiler")
+@NEEDS_TORCHS_ALLOCATOR
 @pytest.mark.parametrize("settings", [*SETTINGS, "max_split_size_mb:64", "garbage_collection_threshold:0.6"])
 @pytest.mark.parametrize("numbers", few([range(150), range(150, 2000)], [range(150)]), ids=str)
 def test_whatever_is_asked_for_it_reserves_what_torchs_reserves(
@@ -63,6 +68,22 @@ def test_whatever_is_asked_for_it_reserves_what_torchs_reserves(
     )
     for line, said, ours in zip(told, done.stdout.splitlines(), expected, strict=True):
         assert sorted(said.split(" ")) == sorted(ours.split(" ")), line
+
+
+@NEEDS_TORCHS_ALLOCATOR
+@pytest.mark.parametrize("older", [None, "", "max_split_size_mb:64", "expandable_segments:True"])
+def test_it_takes_its_settings_from_where_torchs_takes_them(
+    older: str | None, torchs_allocator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True" if not older else "")
+    if older is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", older)
+    answer = subprocess.run(
+        [torchs_allocator], input=f"allocate {15 * MIB}", capture_output=True, text=True, check=True
+    )
+    allocator = Allocator(process_settings()[1])
+    allocator.allocate(15 * MIB)
+    assert answer.stdout.split() == [str(allocator.allocated_bytes), str(allocator.reserved_bytes)]
 
 
 def one_sequence(draw: random.Random, settings: str, told: list[str], expected: list[str]) -> None:
