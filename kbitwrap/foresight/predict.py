@@ -426,7 +426,7 @@ class StepPredictor:
                     batch_size,
                     seq_len,
                     self._on_cuda,
-                ).step()
+                )
         # `_explained` raises it for a NotRepeatedError, and for any error of a model that
         # cannot run with fewer blocks.
         except UnsupportedModelError:
