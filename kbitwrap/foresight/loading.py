@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +24,10 @@ LOADING = "loading_of_files"
 LOADING_HIGHEST = "loading the model takes more than the step, and is what has to fit"
 """The note on a prediction whose model takes more while it is loaded."""
 
-
-COPIES_WHILE_QUANTIZED = 1
-"""How often a device holds a weight while it is quantized; twice where transformers 4 loaded it."""
-
 _PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
 
 
+@dataclass(frozen=True)
 class Loading:
     """The memory that is made and freed while a model is loaded.
 
@@ -42,9 +40,8 @@ class Loading:
             back where it needs memory, once their tensor is copied.
     """
 
-    def __init__(self, turns: list[tuple[Any, Events]], mapped_bytes: int) -> None:
-        self.turns = turns
-        self.mapped_bytes = mapped_bytes
+    turns: list[tuple[Any, Events]]
+    mapped_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -242,13 +239,11 @@ def _quantized(loaded: _Loaded) -> Events:
     watch = Watch(on_cuda=True)
     watch.enter(FORWARD)
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
-        weights = [
-            torch.empty(shape, dtype=whole.dtype, device="cpu")
-            for _ in range(COPIES_WHILE_QUANTIZED)
-        ]
-        weight = weights[-1].T if loaded.is_transposed else weights[-1]
+        weight = torch.empty(shape, dtype=whole.dtype, device="cpu")
+        if loaded.is_transposed:
+            weight = weight.T
         made = quantize_weight(loaded.parameter, weight)
-        del weights, weight
+        del weight
     events = watch.close().spans[0].events
     del made
     return events
