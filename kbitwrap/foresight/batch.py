@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
 from ..tensors.dtypes import parse_dtype
@@ -136,17 +137,16 @@ def make_batch(
     Returns:
         The inputs by name.
     """
-    if inputs is None:
-        ordinary = ordinary_token(fakes.model)
-        shape = (batch_size, seq_len)
-        return {
-            name: torch.full(shape, ordinary, dtype=torch.int64)
-            for name in ("input_ids", "labels")
-        }
     batch = {}
-    with fakes.mode:
-        for name, value in inputs.items():
-            batch[name] = fakes.fake(value) if value.is_meta else value
+    with _disable_current_modes():  # some inputs have values
+        if inputs is None:
+            ordinary = ordinary_token(fakes.model)
+            for name in ("input_ids", "labels"):
+                batch[name] = torch.full((batch_size, seq_len), ordinary)
+            return batch
+        with fakes.mode:
+            for name, value in inputs.items():
+                batch[name] = fakes.fake(value) if value.is_meta else value
     return batch
 
 

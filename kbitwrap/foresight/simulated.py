@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +80,22 @@ class as_on_cpu(TorchFunctionMode):  # noqa: N801
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
         return func(*args, **kwargs)
+
+
+def has_no_values(model: nn.Module) -> bool:
+    """Return whether a model was built without weights."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def adapting(model: nn.Module) -> Iterator[None]:
+    """Let PEFT add adapters to a model without values as it does to one that was loaded."""
+    if not has_no_values(model):
+        yield
+        return
+    add_statistics(model)
+    with torch.device("meta"), as_on_cpu():
+        yield
 
 
 def without_values(model: nn.Module) -> nn.Module:
@@ -255,8 +272,7 @@ class SimulatedModel:
         is_cut_first = are_default(adapters)  # to make fewer adapters
         if is_cut_first:
             self.blocks = Blocks(base, is_exact=is_exact)
-        add_statistics(base)
-        with torch.device("meta"), as_on_cpu():
+        with adapting(base):
             model = adapt(base, adapters)
         if self._preparation is not None:
             self._preparation.adopt(model)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
 from ..model.tree import ModelTree
@@ -167,22 +166,19 @@ class ModelStep:
     ) -> None:
         """Run a forward pass without gradients, unrecorded: what modules do once, or keep from then on, is done."""
         with torch.no_grad():
-            self._forward(fakes, self._batch(fakes, batch_size, seq_len))
+            inputs = make_batch(fakes, batch_size, seq_len, self._inputs)
+            self._forward(fakes, inputs)
 
     def run(
         self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
     ) -> None:
         """Run both passes, and tell the recorder where they begin and end."""
-        inputs = self._batch(fakes, batch_size, seq_len)
+        inputs = make_batch(fakes, batch_size, seq_len, self._inputs)
         recorder.begin(inputs.values())
         loss = self._forward(fakes, inputs)
         loss.backward()
         del loss  # which nothing holds when the optimizer begins
         recorder.end()
-
-    def _batch(self, fakes: FakeModel, batch_size: int, seq_len: int) -> Inputs:
-        with _disable_current_modes():  # some inputs have values
-            return make_batch(fakes, batch_size, seq_len, self._inputs)
 
     def _forward(self, fakes: FakeModel, inputs: Inputs) -> Tensor:
         """Return the loss; raises ``ConfigError`` where the model returns none."""

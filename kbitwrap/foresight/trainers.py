@@ -196,7 +196,7 @@ class Rehearsal(ModelStep):
             model.hf_device_map = {"": "cpu"}
         vocabulary_size = model.config.get_text_config().vocab_size
         if self._built is not None:
-            self._built.prepare(model)
+            self._built.drop_reference(model)
         takes = inspect.signature(self._class.__init__).parameters
         options = {}
         if "peft_config" in takes:
