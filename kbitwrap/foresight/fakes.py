@@ -18,7 +18,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor, written_arguments
-from .quantization import fake_weight, replace_tensors
+from .quantization import fake_weight, places_of_tensors
 
 OPERATION = "_kbitwrap_operation"
 """The attribute of an exception that names the operation which raised it."""
@@ -328,7 +328,15 @@ class FakeModel:
         self._made: dict[Tensor, Tensor] = {}
         self._memory: Memory = {}
         for module in model.modules():
-            self._replace(module)
+            for parameter in module._parameters.values():
+                if parameter is None or parameter in self._made:
+                    continue
+                if is_quantized_parameter(parameter):
+                    made = fake_weight(module, parameter, self.fake)
+                    if made is not None:
+                        self._made[parameter] = made
+            for fields, key, value in list(places_of_tensors(vars(module))):
+                fields[key] = self.fake(value)
 
     @contextlib.contextmanager
     def running(self, *, gives_figures: bool = False) -> Iterator[None]:
@@ -389,14 +397,3 @@ class FakeModel:
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         self._made[tensor] = made
         return made
-
-    def _replace(self, module: nn.Module) -> None:
-        """Put fake tensors in the place of all that a module holds; quantized weights bring their statistics along."""
-        for parameter in module._parameters.values():
-            if parameter is None or parameter in self._made:
-                continue
-            if is_quantized_parameter(parameter):
-                made = fake_weight(module, parameter, self.fake)
-                if made is not None:
-                    self._made[parameter] = made
-        replace_tensors(vars(module), self.fake)
