@@ -78,15 +78,7 @@ def _read(name: str, value: Any) -> Tensor:
 def batch_shape(
     inputs: Mapping[str, Tensor] | None, batch_size: int | None, seq_len: int | None
 ) -> tuple[int, int]:
-    """Return the sequences of a batch, and the tokens of each.
-
-    Args:
-        inputs: The tensors of the batch, if they were given.
-        batch_size: The sequences, if they were given.
-        seq_len: The tokens, if they were given.
-
-    Returns:
-        Both numbers.
+    """Return the sequences of a batch and the tokens of each: those given, or else of the inputs.
 
     Raises:
         ConfigError: They are missing, make no batch or one that is too large, or are not
@@ -128,14 +120,7 @@ def make_batch(
 ) -> Inputs:
     """Return the inputs of the step: real where they have values, so that a model may look at them, and else fake.
 
-    Args:
-        fakes: The model.
-        batch_size: The sequences.
-        seq_len: The tokens of each.
-        inputs: The tensors that were given; ``None`` for ids and labels alone.
-
-    Returns:
-        The inputs by name.
+    Without ``inputs`` they are ids and labels alone.
     """
     batch = {}
     with _disable_current_modes():  # some inputs have values

@@ -102,15 +102,7 @@ def _run_engine(loss: Tensor, *_: Any, **__: Any) -> None:
 def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Apply autocast's policies for CUDA where those for a CPU leave a function alone.
 
-    They are ``fp32`` and ``fp32_set_opt_dtype``.
-
-    Args:
-        func: The function.
-        args: The arguments that it was called with.
-        kwargs: Those by name.
-
-    Returns:
-        The arguments that it is called with on CUDA.
+    They are ``fp32`` and ``fp32_set_opt_dtype``. Arguments by position and by name are returned.
     """
     if func in _IN_FLOAT32:
         args = [_cast(value, torch.float32) for value in args]

@@ -104,16 +104,7 @@ _NORMS = {
 
 
 def _as_computed(name: str, args: Any, output: Any) -> Any:
-    """Give the outputs of an operation of fake tensors the dtypes that a CPU gives them.
-
-    Args:
-        name: The name of the operation.
-        args: Its arguments.
-        output: What torch says of its outputs.
-
-    Returns:
-        The outputs.
-    """
+    """Give the outputs of an operation of fake tensors the dtypes that a CPU gives them."""
     if name in _NORMS:
         weight = args[_NORMS[name]]
         if weight is None:
@@ -134,10 +125,6 @@ class TooLongError(ConfigError):
 def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
     """Refuse known indices that are beyond an embedding: without values, it would give rows all the same.
 
-    Args:
-        weight: The weight of the embedding.
-        indices: The indices, with their values.
-
     Raises:
         TooLongError: The weight has no row for one of them.
     """
@@ -156,12 +143,7 @@ _DRAWN = "_kbitwrap_drawn"  # the attribute of a tensor of numbers drawn from [0
 def _assumed_answer(name: str, args: Any) -> bool | None:
     """Answer a question for all values: whether they are finite, or whether drawn numbers are below a rate of 0.
 
-    Args:
-        name: The name of an operation.
-        args: Its arguments.
-
-    Returns:
-        The answer; ``None`` where the operation is no part of such a question.
+    ``None`` is returned for an operation that is no part of such a question.
     """
     if name in ("aten::isnan", "aten::isinf"):
         return False

@@ -101,11 +101,7 @@ def adapting(model: nn.Module) -> Iterator[None]:
 def without_values(model: nn.Module) -> nn.Module:
     """Copy a model onto the meta device; nothing of it changes, and no value is read.
 
-    Args:
-        model: The model.
-
-    Returns:
-        The copy, whose tensors share memory where those of the model do.
+    Tensors of the copy share memory where those of the model do.
 
     Raises:
         UnsupportedModelError: A forward is a function that was made for the model.
@@ -139,14 +135,6 @@ def without_values(model: nn.Module) -> nn.Module:
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
     """Return the model of a step, on the meta device: copied from a live one, or built from a config.
 
-    Args:
-        source: A model, or a name, folder or config of one.
-        quantization_config: As for ``from_pretrained``, for what is no model.
-        dtype: The dtype to load in, for what is no model.
-
-    Returns:
-        The model.
-
     Raises:
         ConfigError: A model is given with one of these.
         StateError: The model is prepared.
@@ -172,17 +160,13 @@ def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
 class SimulatedModel:
     """A prepared model with adapters, of tensors without values; it is thrown away after the prediction.
 
+    Arguments that are not named here are those of ``predict_step``.
+
     Args:
         source: A model, or a name, folder or config of one.
-        precision: A ``Precision``, ``"peft"`` for PEFT's own preparation, or
-            ``"unprepared"`` for none.
         lora: The adapters' config; ``None`` for those that the model has, or else
             QLoRA's choice of layers (Dettmers et al. 2023), here of rank 16: adapters
             on every linear layer.
-        quantization_config: As for ``from_pretrained``.
-        dtype: The dtype to load in.
-        fields: Fields of ``PrepareConfig``.
-        engine: What shards or repeats it on several devices, if something does.
         adapt: Gives the model adapters of a config; of ``None``, where it has some.
         is_exact: Whether to keep all blocks.
         on_cuda: Whether it computes as on CUDA.

@@ -204,17 +204,6 @@ def trace(
 ) -> Step:
     """Run a forward, a backward and an optimizer step without values, and tell the whole model's from it.
 
-    Args:
-        runner: What runs the passes and the optimizer's step.
-        fakes: The model.
-        blocks: Its stacks of blocks, of which some may be left out.
-        batch_size: Sequences in a batch.
-        seq_len: Tokens in a sequence.
-        on_cuda: Whether the operations of a CUDA device are followed.
-
-    Returns:
-        The step of the whole model.
-
     Raises:
         ConfigError: The model returns no loss.
         NotRepeatedError: The blocks that are left out cannot be told from the others.

@@ -152,12 +152,6 @@ class Rehearsal(ModelStep):
     def source(self, source: Any) -> Any:
         """Return the source of the model: the config of one that scores sequences, where the trainer trains those.
 
-        Args:
-            source: A model, or a name, folder or config of one.
-
-        Returns:
-            The same, or a config.
-
         Raises:
             ConfigError: The architecture has no such model.
         """
@@ -178,14 +172,7 @@ class Rehearsal(ModelStep):
         return process_of_trainer(self._shared)
 
     def build(self, model: Any, lora: Any) -> nn.Module:
-        """Make the trainer.
-
-        Args:
-            model: The model, with adapters or without.
-            lora: The config of the adapters to make, or ``None`` where it has them.
-
-        Returns:
-            The model that it trains.
+        """Make the trainer, and return the model that it trains, with adapters of a config; ``None`` where it has them.
 
         Raises:
             ConfigError: The trainer refuses the arguments.
