@@ -16,7 +16,7 @@ from ..model.pretrained import DEQUANTIZED_BY
 from ..model.tree import ModelTree
 from ..tensors.allocator import ALLOCATION_BYTES, rounded_up
 from .ledger import FORWARD, WEIGHTS, Events, Storage
-from .quantization import is_built, is_followed, method_of, quantize_weight, warm_tables
+from .quantization import is_built, is_followed, quantize_weight, warm_tables
 from .tracker import Watch, held_tensors
 
 LOADING = "loading_of_files"
@@ -120,13 +120,15 @@ def refuse_replaced(model: Any) -> None:
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None or is_followed(quantizer):
         return
+    method = quantizer.quantization_config.quant_method
     replaces = quantizer.get_weight_conversions()
     for name, _ in model.named_parameters():
         if replaces or quantizer.param_needs_quantization(model, name):
             raise UnsupportedModelError(
                 f"expected plain tensors and weights of bitsandbytes, found a {type(model).__name__} quantized with "
-                f"{method_of(quantizer)}, which makes tensors of its own of the weights when they are loaded: their "
-                "operations cannot be followed without values. StepTracker measures a step of the loaded model"
+                f"{getattr(method, 'value', method)}, which makes tensors of its own of the weights when they "
+                "are loaded: their operations cannot be followed without values. StepTracker measures a step of "
+                "the loaded model"
             )
 
 

@@ -212,7 +212,7 @@ class StepPredictor:
         self._source = model_or_name_or_config
         self._simulate = functools.partial(
             SimulatedModel,
-            precision=precision,
+            precision=self.precision,
             lora=lora,
             quantization_config=quantization_config,
             dtype=dtype,

@@ -125,15 +125,10 @@ def is_built(parameter: Any) -> bool:
     return getattr(parameter, "unpacked", None) is not None
 
 
-def method_of(quantizer: Any) -> str:
-    """Return the name of the method of a quantizer of transformers."""
-    method = quantizer.quantization_config.quant_method
-    return str(getattr(method, "value", method))
-
-
 def is_followed(quantizer: Any) -> bool:
     """Return whether a quantizer of transformers is one whose weights ``quantize_weight`` makes."""
-    return method_of(quantizer).startswith("bitsandbytes")
+    method: str = quantizer.quantization_config.quant_method
+    return method.startswith("bitsandbytes")
 
 
 def quantize_weight(parameter: Any, weight: Tensor) -> Any:

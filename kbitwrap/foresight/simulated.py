@@ -187,7 +187,7 @@ class SimulatedModel:
         self,
         source: Any,
         *,
-        precision: Any,
+        precision: str,
         lora: Any,
         quantization_config: Any,
         dtype: Any,
@@ -267,11 +267,9 @@ class SimulatedModel:
         self.has_int8 = on_cuda and follow_cuda(model)
 
 
-def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
+def _refuse_untrained(model: nn.Module, precision: str, engine: str) -> None:
     """Refuse a precision whose model an engine does not train; PEFT's own stores what ``full`` stores."""
-    alike = {PEFT: "full", UNPREPARED: "none"}
-    precision = alike.get(precision, precision)
-    name = PrepareConfig.of(None, {"precision": precision}).precision.value
+    name = {PEFT: "full", UNPREPARED: "none"}.get(precision, precision)
     outcome = check_sharding(model, engine).outcomes[name]
     if not outcome.trains:
         raise UnsupportedModelError(
