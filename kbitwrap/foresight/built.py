@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
+from ..model.wrappers import loaded_class
 
 MOST_ROWS = 10_000
 """Rows of a data set among which the longest are looked for."""
@@ -17,8 +17,7 @@ _REFERENCE = "ref"  # TRL's name of the adapter that it copies for a reference
 
 def is_trainer(source: Any) -> bool:
     """Return whether something is a trainer of transformers, or one derived from it."""
-    module = sys.modules.get("transformers.trainer")
-    return module is not None and isinstance(source, module.Trainer)
+    return isinstance(source, loaded_class("transformers.trainer", "Trainer"))
 
 
 class BuiltTrainer:
