@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import PrepareConfig
 from ..errors import ConfigError, StateError, UnsupportedModelError
-from ..model.checks import tree_of
 from ..model.pretrained import ASSUMED
 from ..model.tree import ModelTree
 from ..model.wrappers import REPLACES
@@ -219,21 +218,21 @@ class SimulatedModel:
         # While it lives, weights that are upcast at use follow what is done to the
         # model.
         self._preparation = None
-        sizes = {one: one.nbytes for one in base.parameters()}
         self.casts: list[Cast] = []
         self.sample_bytes = 0
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
+            sizes = {one: one.nbytes for one in base.parameters()}
             kept = [
                 (one, one.dtype, one.requires_grad)
                 for one in base.parameters()
                 if id(one) in tree.adapter_ids
             ]
-            base, empties_cache = _prepared_by_peft(base, fields)
+            base = _prepared_by_peft(base, fields)
             for one, num_bytes in sizes.items():
                 if one.nbytes > num_bytes:
                     self.casts.append((one, one.nbytes))
-            if empties_cache:
+            if fields.get("empty_cache", True):
                 self.casts.append(None)
             for one, stored, is_trained in kept:  # they are made after it
                 one.data = one.data.to(stored)
@@ -246,7 +245,6 @@ class SimulatedModel:
                 config, progress=False, keep_originals=False, audit=False
             )
             self._preparation = Preparation(self)
-            tree = tree_of(base)
             self._preparation.apply(plan_for(tree, config, engine), tree)
             plan = self._preparation.plan
             self.warnings = plan.warnings
@@ -277,14 +275,8 @@ def _refuse_untrained(model: nn.Module, precision: str, engine: str) -> None:
         )
 
 
-def _prepared_by_peft(
-    model: nn.Module, fields: Mapping[str, Any]
-) -> tuple[nn.Module, bool]:
-    """Prepare a model by PEFT's own function; raises ``ConfigError`` for a field that the function does not take.
-
-    Returns:
-        The model, and whether the allocator's cache is emptied in the end.
-    """
+def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    """Prepare a model by PEFT's own function; raises ``ConfigError`` for a field that the function does not take."""
     import peft
 
     prepare: Any = peft.prepare_model_for_kbit_training
@@ -297,7 +289,7 @@ def _prepared_by_peft(
             "gradient_checkpointing_kwargs", None
         ),
     }
-    empties = others.pop("empty_cache", True)
+    others.pop("empty_cache", None)
     if others:
         raise ConfigError(
             "precision 'peft': expected gradient_checkpointing, gradient_checkpointing_kwargs and empty_cache alone, "
@@ -311,4 +303,4 @@ def _prepared_by_peft(
         raise UnsupportedModelError(
             f"PEFT cannot prepare this {type(model).__name__}: {error}"
         ) from error
-    return prepared, empties
+    return prepared
