@@ -40,14 +40,7 @@ def are_default(lora: Any) -> bool:
 
 
 def with_adapters(model: nn.Module, lora: Any) -> nn.Module:
-    """Give a model adapters by PEFT's function.
-
-    Args:
-        model: The model.
-        lora: The config of the adapters; ``None`` leaves the model as it is.
-
-    Returns:
-        The model with them.
+    """Give a model adapters of a config by PEFT's function; ``None`` leaves it as it is.
 
     Raises:
         UnsupportedModelError: PEFT refuses the config.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
 from ..tensors.dtypes import parse_dtype
@@ -77,15 +78,7 @@ def _read(name: str, value: Any) -> Tensor:
 def batch_shape(
     inputs: Mapping[str, Tensor] | None, batch_size: int | None, seq_len: int | None
 ) -> tuple[int, int]:
-    """Return the sequences of a batch, and the tokens of each.
-
-    Args:
-        inputs: The tensors of the batch, if they were given.
-        batch_size: The sequences, if they were given.
-        seq_len: The tokens, if they were given.
-
-    Returns:
-        Both numbers.
+    """Return the sequences of a batch and the tokens of each: those given, or else of the inputs.
 
     Raises:
         ConfigError: They are missing, make no batch or one that is too large, or are not
@@ -127,26 +120,18 @@ def make_batch(
 ) -> Inputs:
     """Return the inputs of the step: real where they have values, so that a model may look at them, and else fake.
 
-    Args:
-        fakes: The model.
-        batch_size: The sequences.
-        seq_len: The tokens of each.
-        inputs: The tensors that were given; ``None`` for ids and labels alone.
-
-    Returns:
-        The inputs by name.
+    Without ``inputs`` they are ids and labels alone.
     """
-    if inputs is None:
-        ordinary = ordinary_token(fakes.model)
-        shape = (batch_size, seq_len)
-        return {
-            name: torch.full(shape, ordinary, dtype=torch.int64)
-            for name in ("input_ids", "labels")
-        }
     batch = {}
-    with fakes.mode:
-        for name, value in inputs.items():
-            batch[name] = fakes.fake(value) if value.is_meta else value
+    with _disable_current_modes():  # some inputs have values
+        if inputs is None:
+            ordinary = ordinary_token(fakes.model)
+            for name in ("input_ids", "labels"):
+                batch[name] = torch.full((batch_size, seq_len), ordinary)
+            return batch
+        with fakes.mode:
+            for name, value in inputs.items():
+                batch[name] = fakes.fake(value) if value.is_meta else value
     return batch
 
 

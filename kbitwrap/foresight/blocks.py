@@ -185,14 +185,6 @@ class Blocks:
             for number, block in zip(stack.kept, stack.blocks, strict=True):
                 yield block, stack.parts[number]
 
-    @property
-    def _neighbours(self) -> dict[Any, BlockId]:
-        """For each block that stands for others, the next of its kind."""
-        found: dict[Any, BlockId] = {}
-        for stack in self.stacks:
-            found |= stack.neighbours
-        return found
-
     def owners(self) -> dict[int, BlockId]:
         """Return the block that each module in a block lies in, by the id of the module."""
         found: dict[int, BlockId] = {}
@@ -288,6 +280,9 @@ class Blocks:
         Raises:
             NotRepeatedError: A block does not do what the next one of its kind does.
         """
+        neighbours: dict[Any, BlockId] = {}
+        for stack in self.stacks:
+            neighbours |= stack.neighbours
         parts = wanted or [stack.parts for stack in self.stacks]
         counts: Counter[Any] = Counter()
         for of_stack in parts:
@@ -301,7 +296,7 @@ class Blocks:
             # repeated, below.
             count_of = {}
             for origin in freed:
-                other = self._neighbours.get(origin.part)
+                other = neighbours.get(origin.part)
                 is_of_all = origin._replace(part=other) in freed
                 if other and is_of_all and mark.part not in (origin.part, other):
                     count_of[origin] = counts[origin.part]
@@ -313,7 +308,7 @@ class Blocks:
             spans.append(Span(mark, counted))
         by_mark = {span.mark: span for span in spans}
         for span in spans:
-            other = self._neighbours.get(span.mark.part)
+            other = neighbours.get(span.mark.part)
             same = by_mark.get(span.mark._replace(part=other))
             if other and (same is None or _effect(span) != _effect(same)):
                 raise NotRepeatedError(f"two blocks of one kind differ in {span.mark}")

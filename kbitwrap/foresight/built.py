@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
+from ..model.wrappers import loaded_class
 
 MOST_ROWS = 10_000
 """Rows of a data set among which the longest are looked for."""
@@ -17,8 +17,7 @@ _REFERENCE = "ref"  # TRL's name of the adapter that it copies for a reference
 
 def is_trainer(source: Any) -> bool:
     """Return whether something is a trainer of transformers, or one derived from it."""
-    module = sys.modules.get("transformers.trainer")
-    return module is not None and isinstance(source, module.Trainer)
+    return isinstance(source, loaded_class("transformers.trainer", "Trainer"))
 
 
 class BuiltTrainer:
@@ -30,6 +29,7 @@ class BuiltTrainer:
     Attributes:
         args: Its arguments.
         model: Its model.
+        note: What is assumed of the rows of the step; ``""`` where nothing is.
         seq_len: Tokens in the longest sequence of its data; ``None`` where the rows do
             not tell it.
 
@@ -60,21 +60,16 @@ class BuiltTrainer:
             rows = []  # some do not tell their length
         rows.sort(key=_num_tokens, reverse=True)
         self._rows = rows
+        self.note = ""
         self.seq_len = None
         if rows:
+            self.note = (
+                f"the rows of the batch are the longest of the first {len(rows):,} that the "
+                "trainer has"
+            )
             longest = _num_tokens(rows[0])
             most = getattr(trainer.data_collator, "max_length", None)
             self.seq_len = min(longest, most or longest)
-
-    @property
-    def note(self) -> str:
-        """Return the note on the rows of the step."""
-        if not self._rows:
-            return ""
-        return (
-            f"the rows of the batch are the longest of the first {len(self._rows):,} that the "
-            "trainer has"
-        )
 
     def rows(self, number: int) -> list[Any]:
         """Return the longest rows.
@@ -84,8 +79,9 @@ class BuiltTrainer:
         """
         return list(itertools.islice(itertools.cycle(self._rows), number))
 
-    def prepare(self, model: Any) -> None:
-        """Take from a copy of the model what a trainer would add again."""
+    @staticmethod
+    def drop_reference(model: Any) -> None:
+        """Delete the adapter that TRL copies for a reference, where a model has it."""
         if _REFERENCE in getattr(model, "peft_config", ()):
             model.delete_adapter(_REFERENCE)
 
@@ -97,10 +93,8 @@ class BuiltTrainer:
             recorded_class: Derives a class whose steps are recorded.
         """
         own = self._trainer
-        adapters = getattr(self.model, "peft_config", ())
-        added = {*getattr(trainer.model, "peft_config", ())} - {*adapters}
-        if _REFERENCE in added:
-            trainer.model.delete_adapter(_REFERENCE)
+        if _REFERENCE not in getattr(self.model, "peft_config", ()):
+            self.drop_reference(trainer.model)
         if not issubclass(type(trainer), type(own)):
             trainer.__class__ = recorded_class(type(own))
         for name in ("data_collator", "processing_class", "compute_loss_func"):

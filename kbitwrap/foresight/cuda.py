@@ -24,12 +24,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..tensors.allocator import rounded_up
+from ..tensors.dtypes import HALF_DTYPES
 from . import quantization
 
 _aten = torch.ops.aten
 # as they are, whatever others put in their place
 _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
-_HALF = (torch.float16, torch.bfloat16)
 
 # The lists of ATen/autocast_mode.h for CUDA; for a CPU they are shorter. `promote`
 # changes no dtype that lives long.
@@ -102,22 +102,14 @@ def _run_engine(loss: Tensor, *_: Any, **__: Any) -> None:
 def _autocast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Apply autocast's policies for CUDA where those for a CPU leave a function alone.
 
-    They are ``fp32`` and ``fp32_set_opt_dtype``.
-
-    Args:
-        func: The function.
-        args: The arguments that it was called with.
-        kwargs: Those by name.
-
-    Returns:
-        The arguments that it is called with on CUDA.
+    They are ``fp32`` and ``fp32_set_opt_dtype``. Arguments by position and by name are returned.
     """
     if func in _IN_FLOAT32:
         args = [_cast(value, torch.float32) for value in args]
         kwargs = {key: _cast(value, torch.float32) for key, value in kwargs.items()}
     elif func in _TO_FLOAT32 and kwargs.get("dtype") is None:
         given = args[0] if args else kwargs.get("input")
-        if isinstance(given, Tensor) and given.dtype in _HALF:
+        if isinstance(given, Tensor) and given.dtype in HALF_DTYPES:
             kwargs = {**kwargs, "dtype": torch.float32}
     return args, kwargs
 
@@ -211,7 +203,7 @@ def _takes_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> 
     is_square = query.shape[-2] == key.shape[-2]
     return (
         flash_sdp_enabled()
-        and query.dtype in _HALF
+        and query.dtype in HALF_DTYPES
         and size == key.shape[-1] == value.shape[-1]
         and size <= 256
         and (is_square or not is_causal)
@@ -234,7 +226,10 @@ def _flash(
 
 def _takes_efficient(query: Tensor, value: Tensor) -> bool:
     """Return whether the memory-efficient kernel is switched on and takes tensors of such dtypes and shapes."""
-    if not mem_efficient_sdp_enabled() or query.dtype not in (*_HALF, torch.float32):
+    if not mem_efficient_sdp_enabled() or query.dtype not in (
+        *HALF_DTYPES,
+        torch.float32,
+    ):
         return False
     multiple = 16 // query.element_size()
     return query.shape[-1] % multiple == 0 and value.shape[-1] % multiple == 0
@@ -300,7 +295,7 @@ def efficient_forward_bytes(
     kernel_forward.h.
     """
     size = value.shape[-1]
-    if size <= 128 or value.dtype not in _HALF:
+    if size <= 128 or value.dtype not in HALF_DTYPES:
         return []
     batch, heads, length, _size = query.shape
     return [batch * heads * length * size * 4]

@@ -18,7 +18,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..model.quantization import is_quantized_parameter
 from ..tensors.bits import is_composed
 from ..tensors.upcast import UpcastTensor, written_arguments
-from .quantization import fake_weight, replace_tensors
+from .quantization import fake_weight, places_of_tensors
 
 OPERATION = "_kbitwrap_operation"
 """The attribute of an exception that names the operation which raised it."""
@@ -104,16 +104,7 @@ _NORMS = {
 
 
 def _as_computed(name: str, args: Any, output: Any) -> Any:
-    """Give the outputs of an operation of fake tensors the dtypes that a CPU gives them.
-
-    Args:
-        name: The name of the operation.
-        args: Its arguments.
-        output: What torch says of its outputs.
-
-    Returns:
-        The outputs.
-    """
+    """Give the outputs of an operation of fake tensors the dtypes that a CPU gives them."""
     if name in _NORMS:
         weight = args[_NORMS[name]]
         if weight is None:
@@ -134,10 +125,6 @@ class TooLongError(ConfigError):
 def _refuse_beyond(weight: Any, indices: Any, *_: Any) -> None:
     """Refuse known indices that are beyond an embedding: without values, it would give rows all the same.
 
-    Args:
-        weight: The weight of the embedding.
-        indices: The indices, with their values.
-
     Raises:
         TooLongError: The weight has no row for one of them.
     """
@@ -156,12 +143,7 @@ _DRAWN = "_kbitwrap_drawn"  # the attribute of a tensor of numbers drawn from [0
 def _assumed_answer(name: str, args: Any) -> bool | None:
     """Answer a question for all values: whether they are finite, or whether drawn numbers are below a rate of 0.
 
-    Args:
-        name: The name of an operation.
-        args: Its arguments.
-
-    Returns:
-        The answer; ``None`` where the operation is no part of such a question.
+    ``None`` is returned for an operation that is no part of such a question.
     """
     if name in ("aten::isnan", "aten::isinf"):
         return False
@@ -328,7 +310,15 @@ class FakeModel:
         self._made: dict[Tensor, Tensor] = {}
         self._memory: Memory = {}
         for module in model.modules():
-            self._replace(module)
+            for parameter in module._parameters.values():
+                if parameter is None or parameter in self._made:
+                    continue
+                if is_quantized_parameter(parameter):
+                    made = fake_weight(module, parameter, self.fake)
+                    if made is not None:
+                        self._made[parameter] = made
+            for fields, key, value in list(places_of_tensors(vars(module))):
+                fields[key] = self.fake(value)
 
     @contextlib.contextmanager
     def running(self, *, gives_figures: bool = False) -> Iterator[None]:
@@ -389,14 +379,3 @@ class FakeModel:
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         self._made[tensor] = made
         return made
-
-    def _replace(self, module: nn.Module) -> None:
-        """Put fake tensors in the place of all that a module holds; quantized weights bring their statistics along."""
-        for parameter in module._parameters.values():
-            if parameter is None or parameter in self._made:
-                continue
-            if is_quantized_parameter(parameter):
-                made = fake_weight(module, parameter, self.fake)
-                if made is not None:
-                    self._made[parameter] = made
-        replace_tensors(vars(module), self.fake)

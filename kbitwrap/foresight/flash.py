@@ -14,15 +14,7 @@ _ASKED, _OWN = "flash_attention_2", "kbitwrap_flash_attention_2"
 
 
 def built_model(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
-    """Build the model that is loaded, without weights; one that asks for the package attends by a stand-in.
-
-    Args:
-        source: A name, folder or config of a model.
-        quantization_config: As for ``from_pretrained``.
-        dtype: The dtype to load in.
-
-    Returns:
-        The model, on the meta device.
+    """Build the model that is loaded, on the meta device; one that asks for the package attends by a stand-in.
 
     Raises:
         UnsupportedModelError: Its weights become tensors that cannot be followed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -18,41 +18,29 @@ def when_imported(hooks: Mapping[str, Callable[[Any], object]]) -> Iterator[None
     """
     for name in hooks.keys() & sys.modules.keys():
         hooks[name](sys.modules[name])
-    finder = _Finder(hooks)
+
+    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name not in hooks:
+            return None
+        others = (one for one in sys.meta_path if one is not finder)
+        found = (other.find_spec(name, path, target) for other in others)
+        spec = next(filter(None, found), None)
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                # If two hooks wrapped one loader, the outer one has removed the attribute.
+                vars(loader).pop("exec_module", None)
+                execute(module)
+                hooks[name](module)
+
+            loader.exec_module = exec_module
+        return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-
-
-class _Finder:
-    """Finds modules as the other finders do, and calls functions with them as soon as they have been executed."""
-
-    def __init__(self, hooks: Mapping[str, Callable[[Any], object]]) -> None:
-        self._hooks = hooks
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: Any = None
-    ) -> Any:
-        """Find a module that is waited for; ``None`` for every other."""
-        if name not in self._hooks:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                self._call_after(spec.loader, self._hooks[name])
-                return spec
-        return None
-
-    def _call_after(self, loader: Any, hook: Callable[[Any], object]) -> None:
-        """Let a loader call a function with the module that it has executed."""
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            # If two hooks wrapped one loader, the outer one has removed the attribute.
-            vars(loader).pop("exec_module", None)
-            execute(module)
-            hook(module)
-
-        loader.exec_module = exec_module

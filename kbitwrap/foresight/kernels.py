@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
+
+from ..tensors.dtypes import HALF_DTYPES
 
 TRL_VERSION = "trl 1.16."  # whose kernels are followed
 
@@ -50,7 +51,7 @@ def fused_heads_on_cuda() -> Iterator[None]:
 
     def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         # cuBLAS adds a product of half tensors in the total itself: nothing is allocated
-        if left.dtype not in (torch.float16, torch.bfloat16):
+        if left.dtype not in HALF_DTYPES:
             add_in_float32(total, left, right)
 
     # A launch is written ``kernel[grid](...)``.

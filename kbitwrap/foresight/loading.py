@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ..model.pretrained import DEQUANTIZED_BY
 from ..model.tree import ModelTree
 from ..tensors.allocator import ALLOCATION_BYTES, rounded_up
 from .ledger import FORWARD, WEIGHTS, Events, Storage
-from .quantization import is_built, is_followed, method_of, quantize_weight, warm_tables
+from .quantization import is_built, is_followed, quantize_weight, warm_tables
 from .tracker import Watch, held_tensors
 
 LOADING = "loading_of_files"
@@ -23,13 +24,10 @@ LOADING = "loading_of_files"
 LOADING_HIGHEST = "loading the model takes more than the step, and is what has to fit"
 """The note on a prediction whose model takes more while it is loaded."""
 
-
-COPIES_WHILE_QUANTIZED = 1
-"""How often a device holds a weight while it is quantized; twice where transformers 4 loaded it."""
-
 _PLAIN = re.compile(r"[\w.]+$")  # of names that are no patterns
 
 
+@dataclass(frozen=True)
 class Loading:
     """The memory that is made and freed while a model is loaded.
 
@@ -42,9 +40,8 @@ class Loading:
             back where it needs memory, once their tensor is copied.
     """
 
-    def __init__(self, turns: list[tuple[Any, Events]], mapped_bytes: int) -> None:
-        self.turns = turns
-        self.mapped_bytes = mapped_bytes
+    turns: list[tuple[Any, Events]]
+    mapped_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -123,13 +120,15 @@ def refuse_replaced(model: Any) -> None:
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None or is_followed(quantizer):
         return
+    method = quantizer.quantization_config.quant_method
     replaces = quantizer.get_weight_conversions()
     for name, _ in model.named_parameters():
         if replaces or quantizer.param_needs_quantization(model, name):
             raise UnsupportedModelError(
                 f"expected plain tensors and weights of bitsandbytes, found a {type(model).__name__} quantized with "
-                f"{method_of(quantizer)}, which makes tensors of its own of the weights when they are loaded: their "
-                "operations cannot be followed without values. StepTracker measures a step of the loaded model"
+                f"{getattr(method, 'value', method)}, which makes tensors of its own of the weights when they "
+                "are loaded: their operations cannot be followed without values. StepTracker measures a step of "
+                "the loaded model"
             )
 
 
@@ -242,13 +241,11 @@ def _quantized(loaded: _Loaded) -> Events:
     watch = Watch(on_cuda=True)
     watch.enter(FORWARD)
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
-        weights = [
-            torch.empty(shape, dtype=whole.dtype, device="cpu")
-            for _ in range(COPIES_WHILE_QUANTIZED)
-        ]
-        weight = weights[-1].T if loaded.is_transposed else weights[-1]
+        weight = torch.empty(shape, dtype=whole.dtype, device="cpu")
+        if loaded.is_transposed:
+            weight = weight.T
         made = quantize_weight(loaded.parameter, weight)
-        del weights, weight
+        del weight
     events = watch.close().spans[0].events
     del made
     return events

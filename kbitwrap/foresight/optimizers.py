@@ -56,11 +56,7 @@ class OptimizerSteps:
         self._known: dict[Shapes, tuple[Ledger, list[Span]]] = {}
 
     def __call__(self, fakes: Any, shapes: Shapes) -> tuple[Ledger, list[Span]]:
-        """Run a step of the optimizer, unless it is known.
-
-        Args:
-            fakes: The mode of fake tensors.
-            shapes: The shapes and dtypes of what is trained.
+        """Run a step of the optimizer on fake tensors, unless it is known.
 
         Returns:
             The state that is kept on the device, and the spans of a step that has it.

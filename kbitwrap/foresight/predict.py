@@ -212,7 +212,7 @@ class StepPredictor:
         self._source = model_or_name_or_config
         self._simulate = functools.partial(
             SimulatedModel,
-            precision=precision,
+            precision=self.precision,
             lora=lora,
             quantization_config=quantization_config,
             dtype=dtype,
@@ -426,7 +426,7 @@ class StepPredictor:
                     batch_size,
                     seq_len,
                     self._on_cuda,
-                ).step()
+                )
         # `_explained` raises it for a NotRepeatedError, and for any error of a model that
         # cannot run with fewer blocks.
         except UnsupportedModelError:

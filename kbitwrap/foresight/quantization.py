@@ -40,26 +40,18 @@ def _is_of_library(value: Any) -> bool:
     return type(value).__module__.startswith("bitsandbytes.")
 
 
-def _places(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Yield the tensors in a holder, and in the holders in it: the fields that each is in, its key, and the tensor."""
+def places_of_tensors(owner: Any, depth: int = 4) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield the tensors in a list, a dict or an object of a quantization library, and in those that it holds.
+
+    Each comes after the fields that it is in, and its key in them.
+    """
     fields = owner if isinstance(owner, (dict, list)) else vars(owner)
     for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
         is_holder = isinstance(value, (dict, list)) or _is_of_library(value)
         if isinstance(value, Tensor):
             yield fields, key, value
         elif depth and is_holder and not isinstance(value, nn.Module):
-            yield from _places(value, depth - 1)
-
-
-def replace_tensors(owner: Any, fake: Callable[[Any], Any]) -> None:
-    """Replace the tensors in a holder, and in the holders in it, in place.
-
-    Args:
-        owner: A list, a dict, or an object of a quantization library.
-        fake: Makes a fake tensor of any other.
-    """
-    for fields, key, value in list(_places(owner)):
-        fields[key] = fake(value)
+            yield from places_of_tensors(value, depth - 1)
 
 
 def statistics_of(module: nn.Module) -> Iterator[Tensor]:
@@ -69,7 +61,7 @@ def statistics_of(module: nn.Module) -> Iterator[Tensor]:
         if parameter is not None:
             holders.append(vars(parameter))
     for holder in holders:
-        for _, _, tensor in _places(holder):
+        for _, _, tensor in places_of_tensors(holder):
             yield tensor
 
 
@@ -133,15 +125,10 @@ def is_built(parameter: Any) -> bool:
     return getattr(parameter, "unpacked", None) is not None
 
 
-def method_of(quantizer: Any) -> str:
-    """Return the name of the method of a quantizer of transformers."""
-    method = quantizer.quantization_config.quant_method
-    return str(getattr(method, "value", method))
-
-
 def is_followed(quantizer: Any) -> bool:
     """Return whether a quantizer of transformers is one whose weights ``quantize_weight`` makes."""
-    return method_of(quantizer).startswith("bitsandbytes")
+    method: str = quantizer.quantization_config.quant_method
+    return method.startswith("bitsandbytes")
 
 
 def quantize_weight(parameter: Any, weight: Tensor) -> Any:

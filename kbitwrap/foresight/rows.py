@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
@@ -91,8 +90,7 @@ def completion_length(args: Any, seq_len: int) -> int:
     return max(1, min(most, seq_len - 1))
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The rows of a trainer.
 
     Attributes:

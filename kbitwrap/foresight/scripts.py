@@ -10,14 +10,12 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch import nn
 
 from ..model.pretrained import read_config
 from .flash import built_model
 from .imports import when_imported
 from .loading import LOADING, loading_of
-from .quantization import add_statistics
-from .simulated import as_on_cpu
+from .simulated import adapting, has_no_values
 
 _PREPARED = "kbitwrap_prepared_with"
 Act = Callable[[Any, dict[str, Any]], NoReturn]
@@ -86,27 +84,26 @@ class _LibraryPatches:
         for patch in reversed(self._patches):
             patch.stop()
 
-    @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """Let the libraries be as they were for a while."""
-        self.undo()
-        try:
-            yield
-        finally:
-            for patch in self._patches:
-                patch.start()
-
     def stop_trainers(self, module: Any) -> None:
         """Let no trainer train, publish, or move a model that has no weights."""
         move = module.Trainer._move_model_to_device
 
         def train(trainer: Any, *_: Any, **__: Any) -> NoReturn:
-            settings = _settings_of(trainer.model, self._precision)
-            with self.undone():
+            settings: dict[str, Any] = {"precision": "unprepared"}
+            for one in trainer.model.modules():
+                recorded = vars(one).pop(_PREPARED, None)
+                if recorded is not None:
+                    settings = {"precision": self._precision, **recorded}
+                    break
+            self.undo()
+            try:
                 self._act(trainer, settings)
+            finally:
+                for patch in self._patches:
+                    patch.start()
 
         def move_model(trainer: Any, model: Any, device: Any) -> Any:
-            return model if _has_no_values(model) else move(trainer, model, device)
+            return model if has_no_values(model) else move(trainer, model, device)
 
         self.replace(module.Trainer, "train", train)
         self.replace(module.Trainer, "init_hf_repo", lambda *_, **__: None)
@@ -126,11 +123,11 @@ class _LibraryPatches:
         init, add_adapter = module.PeftModel.__init__, module.PeftModel.add_adapter
 
         def adapt(peft_model: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-            with _adapting(model):
+            with adapting(model):
                 init(peft_model, model, *args, **kwargs)
 
         def add(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
-            with _adapting(peft_model):
+            with adapting(peft_model):
                 return add_adapter(peft_model, *args, **kwargs)
 
         self.replace(module.PeftModel, "__init__", adapt)
@@ -146,22 +143,6 @@ class _LibraryPatches:
     def refuse_backward(*_: Any, **__: Any) -> NoReturn:
         """Refuse a loop that no trainer runs."""
         raise RuntimeError("nothing is trained here, and this is no trainer's train()")
-
-
-def _has_no_values(model: nn.Module) -> bool:
-    """Return whether a model was built without weights."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-@contextlib.contextmanager
-def _adapting(model: nn.Module) -> Iterator[None]:
-    """Let PEFT add adapters to a model as it does to one that was loaded."""
-    if not _has_no_values(model):
-        yield
-        return
-    add_statistics(model)
-    with torch.device("meta"), as_on_cpu():
-        yield
 
 
 # TRL reads the names of the parameters of PEFT's function.
@@ -181,15 +162,6 @@ def _record(
         "empty_cache": auto_clear_cache,
     }
     return model
-
-
-def _settings_of(model: nn.Module, precision: str) -> dict[str, Any]:
-    """Return the settings of a prediction for a model: those of its preparation, if it was prepared."""
-    for module in model.modules():
-        recorded = vars(module).pop(_PREPARED, None)
-        if recorded is not None:
-            return {"precision": precision, **recorded}
-    return {"precision": "unprepared"}
 
 
 def _build_pretrained(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import PrepareConfig
 from ..errors import ConfigError, StateError, UnsupportedModelError
-from ..model.checks import tree_of
 from ..model.pretrained import ASSUMED
 from ..model.tree import ModelTree
 from ..model.wrappers import REPLACES
@@ -81,14 +81,26 @@ class as_on_cpu(TorchFunctionMode):  # noqa: N801
         return func(*args, **kwargs)
 
 
+def has_no_values(model: nn.Module) -> bool:
+    """Return whether a model was built without weights."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def adapting(model: nn.Module) -> Iterator[None]:
+    """Let PEFT add adapters to a model without values as it does to one that was loaded."""
+    if not has_no_values(model):
+        yield
+        return
+    add_statistics(model)
+    with torch.device("meta"), as_on_cpu():
+        yield
+
+
 def without_values(model: nn.Module) -> nn.Module:
     """Copy a model onto the meta device; nothing of it changes, and no value is read.
 
-    Args:
-        model: The model.
-
-    Returns:
-        The copy, whose tensors share memory where those of the model do.
+    Tensors of the copy share memory where those of the model do.
 
     Raises:
         UnsupportedModelError: A forward is a function that was made for the model.
@@ -122,14 +134,6 @@ def without_values(model: nn.Module) -> nn.Module:
 def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
     """Return the model of a step, on the meta device: copied from a live one, or built from a config.
 
-    Args:
-        source: A model, or a name, folder or config of one.
-        quantization_config: As for ``from_pretrained``, for what is no model.
-        dtype: The dtype to load in, for what is no model.
-
-    Returns:
-        The model.
-
     Raises:
         ConfigError: A model is given with one of these.
         StateError: The model is prepared.
@@ -155,17 +159,13 @@ def base_of(source: Any, quantization_config: Any, dtype: Any) -> nn.Module:
 class SimulatedModel:
     """A prepared model with adapters, of tensors without values; it is thrown away after the prediction.
 
+    Arguments that are not named here are those of ``predict_step``.
+
     Args:
         source: A model, or a name, folder or config of one.
-        precision: A ``Precision``, ``"peft"`` for PEFT's own preparation, or
-            ``"unprepared"`` for none.
         lora: The adapters' config; ``None`` for those that the model has, or else
             QLoRA's choice of layers (Dettmers et al. 2023), here of rank 16: adapters
             on every linear layer.
-        quantization_config: As for ``from_pretrained``.
-        dtype: The dtype to load in.
-        fields: Fields of ``PrepareConfig``.
-        engine: What shards or repeats it on several devices, if something does.
         adapt: Gives the model adapters of a config; of ``None``, where it has some.
         is_exact: Whether to keep all blocks.
         on_cuda: Whether it computes as on CUDA.
@@ -186,7 +186,7 @@ class SimulatedModel:
         self,
         source: Any,
         *,
-        precision: Any,
+        precision: str,
         lora: Any,
         quantization_config: Any,
         dtype: Any,
@@ -218,21 +218,21 @@ class SimulatedModel:
         # While it lives, weights that are upcast at use follow what is done to the
         # model.
         self._preparation = None
-        sizes = {one: one.nbytes for one in base.parameters()}
         self.casts: list[Cast] = []
         self.sample_bytes = 0
         self.warnings: tuple[str, ...] = vars(base).get(ASSUMED, ())
         if precision == PEFT:
+            sizes = {one: one.nbytes for one in base.parameters()}
             kept = [
                 (one, one.dtype, one.requires_grad)
                 for one in base.parameters()
                 if id(one) in tree.adapter_ids
             ]
-            base, empties_cache = _prepared_by_peft(base, fields)
+            base = _prepared_by_peft(base, fields)
             for one, num_bytes in sizes.items():
                 if one.nbytes > num_bytes:
                     self.casts.append((one, one.nbytes))
-            if empties_cache:
+            if fields.get("empty_cache", True):
                 self.casts.append(None)
             for one, stored, is_trained in kept:  # they are made after it
                 one.data = one.data.to(stored)
@@ -245,7 +245,6 @@ class SimulatedModel:
                 config, progress=False, keep_originals=False, audit=False
             )
             self._preparation = Preparation(self)
-            tree = tree_of(base)
             self._preparation.apply(plan_for(tree, config, engine), tree)
             plan = self._preparation.plan
             self.warnings = plan.warnings
@@ -255,8 +254,7 @@ class SimulatedModel:
         is_cut_first = are_default(adapters)  # to make fewer adapters
         if is_cut_first:
             self.blocks = Blocks(base, is_exact=is_exact)
-        add_statistics(base)
-        with torch.device("meta"), as_on_cpu():
+        with adapting(base):
             model = adapt(base, adapters)
         if self._preparation is not None:
             self._preparation.adopt(model)
@@ -267,11 +265,9 @@ class SimulatedModel:
         self.has_int8 = on_cuda and follow_cuda(model)
 
 
-def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
+def _refuse_untrained(model: nn.Module, precision: str, engine: str) -> None:
     """Refuse a precision whose model an engine does not train; PEFT's own stores what ``full`` stores."""
-    alike = {PEFT: "full", UNPREPARED: "none"}
-    precision = alike.get(precision, precision)
-    name = PrepareConfig.of(None, {"precision": precision}).precision.value
+    name = {PEFT: "full", UNPREPARED: "none"}.get(precision, precision)
     outcome = check_sharding(model, engine).outcomes[name]
     if not outcome.trains:
         raise UnsupportedModelError(
@@ -279,14 +275,8 @@ def _refuse_untrained(model: nn.Module, precision: Any, engine: str) -> None:
         )
 
 
-def _prepared_by_peft(
-    model: nn.Module, fields: Mapping[str, Any]
-) -> tuple[nn.Module, bool]:
-    """Prepare a model by PEFT's own function; raises ``ConfigError`` for a field that the function does not take.
-
-    Returns:
-        The model, and whether the allocator's cache is emptied in the end.
-    """
+def _prepared_by_peft(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    """Prepare a model by PEFT's own function; raises ``ConfigError`` for a field that the function does not take."""
     import peft
 
     prepare: Any = peft.prepare_model_for_kbit_training
@@ -299,7 +289,7 @@ def _prepared_by_peft(
             "gradient_checkpointing_kwargs", None
         ),
     }
-    empties = others.pop("empty_cache", True)
+    others.pop("empty_cache", None)
     if others:
         raise ConfigError(
             "precision 'peft': expected gradient_checkpointing, gradient_checkpointing_kwargs and empty_cache alone, "
@@ -313,4 +303,4 @@ def _prepared_by_peft(
         raise UnsupportedModelError(
             f"PEFT cannot prepare this {type(model).__name__}: {error}"
         ) from error
-    return prepared, empties
+    return prepared

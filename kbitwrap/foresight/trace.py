@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ConfigError
 from ..model.tree import ModelTree
@@ -59,56 +58,6 @@ class Step(Peaks):
     static: list[int] | None
     state: list[int]
     spans: list[Span]
-
-
-class Trace(NamedTuple):
-    """A step that was run with the kept blocks, and what it says of the whole model's.
-
-    Attributes:
-        ledger: The storages of the step that was run.
-        blocks: The model's blocks.
-        trained: The parameters that are trained.
-        state: The optimizer's state.
-        last: The spans of the optimizer's step.
-    """
-
-    ledger: Ledger
-    blocks: Blocks
-    trained: Shapes
-    state: Ledger
-    last: list[Span]
-
-    def step(self) -> Step:
-        """Return the step of the whole model.
-
-        Raises:
-            NotRepeatedError: The blocks that are left out cannot be told from the
-                others.
-        """
-        by_part = defaultdict[BlockId | None, list[Storage]](list, {None: []})
-        inputs: list[Storage] = []
-        for storage, part in self.ledger.holders.items():
-            if storage.kind == INPUTS:
-                inputs.append(storage)
-            else:
-                by_part[part].append(storage)
-        storages = list(self.blocks.whole(by_part))
-        root, *units = map(sizes_of, storages)
-        state = list(self.state.holders)
-        held = sizes_of([*inputs, *state])
-        for sizes in (root, *units):
-            held.update(sizes)
-        spans = [*self.blocks.whole_step(self.ledger), *self.last]
-        return Step(
-            held=held,
-            levels=highest_levels(held, spans),
-            trained=self.trained,
-            root=root,
-            units=units,
-            static=[one.num_bytes for one in chain.from_iterable(storages)],
-            state=[one.num_bytes for one in state],
-            spans=[Span(spans[0].mark, [(one, 1) for one in inputs]), *spans],
-        )
 
 
 class StepRecorder(contextlib.ExitStack):
@@ -217,22 +166,19 @@ class ModelStep:
     ) -> None:
         """Run a forward pass without gradients, unrecorded: what modules do once, or keep from then on, is done."""
         with torch.no_grad():
-            self._forward(fakes, self._batch(fakes, batch_size, seq_len))
+            inputs = make_batch(fakes, batch_size, seq_len, self._inputs)
+            self._forward(fakes, inputs)
 
     def run(
         self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
     ) -> None:
         """Run both passes, and tell the recorder where they begin and end."""
-        inputs = self._batch(fakes, batch_size, seq_len)
+        inputs = make_batch(fakes, batch_size, seq_len, self._inputs)
         recorder.begin(inputs.values())
         loss = self._forward(fakes, inputs)
         loss.backward()
         del loss  # which nothing holds when the optimizer begins
         recorder.end()
-
-    def _batch(self, fakes: FakeModel, batch_size: int, seq_len: int) -> Inputs:
-        with _disable_current_modes():  # some inputs have values
-            return make_batch(fakes, batch_size, seq_len, self._inputs)
 
     def _forward(self, fakes: FakeModel, inputs: Inputs) -> Tensor:
         """Return the loss; raises ``ConfigError`` where the model returns none."""
@@ -255,19 +201,8 @@ def trace(
     batch_size: int,
     seq_len: int,
     on_cuda: bool,
-) -> Trace:
-    """Run a forward, a backward and an optimizer step without values, and write down their memory.
-
-    Args:
-        runner: What runs the passes and the optimizer's step.
-        fakes: The model.
-        blocks: Its stacks of blocks, of which some may be left out.
-        batch_size: Sequences in a batch.
-        seq_len: Tokens in a sequence.
-        on_cuda: Whether the operations of a CUDA device are followed.
-
-    Returns:
-        The step that was run.
+) -> Step:
+    """Run a forward, a backward and an optimizer step without values, and tell the whole model's from it.
 
     Raises:
         ConfigError: The model returns no loss.
@@ -291,12 +226,35 @@ def trace(
             if not fakes.was_run:
                 run(runner.run_first)
                 fakes.was_run = True
-            held = held_bytes()
+            before = held_bytes()
             ledger = run()
-            if held != held_bytes():
+            if before != held_bytes():
                 # a longer sequence left more on the modules: run again from there
                 ledger = run()
             if blocks.is_cut and not blocks.is_tried:
                 ledger = blocks.drop_one_and_compare(ledger, run)
         state, last = runner.optimizer(fakes.mode, recorder.trained)
-    return Trace(ledger, blocks, recorder.trained, state, last)
+
+    by_part = defaultdict[BlockId | None, list[Storage]](list, {None: []})
+    inputs: list[Storage] = []
+    for storage, part in ledger.holders.items():
+        if storage.kind == INPUTS:
+            inputs.append(storage)
+        else:
+            by_part[part].append(storage)
+    storages = list(blocks.whole(by_part))
+    root, *units = map(sizes_of, storages)
+    held = sizes_of([*inputs, *state.holders])
+    for sizes in (root, *units):
+        held.update(sizes)
+    spans = [*blocks.whole_step(ledger), *last]
+    return Step(
+        held=held,
+        levels=highest_levels(held, spans),
+        trained=recorder.trained,
+        root=root,
+        units=units,
+        static=[one.num_bytes for one in chain.from_iterable(storages)],
+        state=[one.num_bytes for one in state.holders],
+        spans=[Span(spans[0].mark, [(one, 1) for one in inputs]), *spans],
+    )

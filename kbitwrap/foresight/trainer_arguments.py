@@ -81,14 +81,7 @@ def trainer_class(args: Any) -> Any:
 
 
 def quiet_copy(args: Any, on_cuda: bool) -> Any:
-    """Copy the arguments of a trainer, for a step that leaves nothing behind.
-
-    Args:
-        args: The arguments, which are not changed.
-        on_cuda: Whether the operations of a CUDA device are followed.
-
-    Returns:
-        The copy: it does not log, save, evaluate or report, and has no device.
+    """Copy the arguments of a trainer for a step that does not log, save, evaluate or report, and has no device.
 
     Raises:
         ConfigError: They ask for what is not predicted.
@@ -127,13 +120,7 @@ def quiet_copy(args: Any, on_cuda: bool) -> Any:
 
 
 def check_alone(args: Any, optimizer: Any, autocast: Any, inputs: Any) -> None:
-    """Refuse settings of a step that the arguments say already.
-
-    Args:
-        args: The arguments.
-        optimizer: The optimizer that was given, or the default.
-        autocast: The dtype of autocast that was given, or ``None``.
-        inputs: The batch that was given, or ``None``.
+    """Refuse settings of ``predict_step`` that the arguments of a trainer say already.
 
     Raises:
         ConfigError: One was given.
@@ -168,15 +155,7 @@ PROMPT = 512
 
 
 def batch_of(args: Any, batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
-    """Return the batch that the arguments describe.
-
-    Args:
-        args: The arguments.
-        batch_size: Sequences in a batch of one micro-step; it wins over theirs.
-        seq_len: Tokens in a sequence; likewise.
-
-    Returns:
-        Both numbers.
+    """Return the sequences in a batch of one micro-step and the tokens in each: those given, or else of the arguments.
 
     Raises:
         ConfigError: The arguments say no length, and none is given.

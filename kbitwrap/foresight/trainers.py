@@ -152,12 +152,6 @@ class Rehearsal(ModelStep):
     def source(self, source: Any) -> Any:
         """Return the source of the model: the config of one that scores sequences, where the trainer trains those.
 
-        Args:
-            source: A model, or a name, folder or config of one.
-
-        Returns:
-            The same, or a config.
-
         Raises:
             ConfigError: The architecture has no such model.
         """
@@ -178,14 +172,7 @@ class Rehearsal(ModelStep):
         return process_of_trainer(self._shared)
 
     def build(self, model: Any, lora: Any) -> nn.Module:
-        """Make the trainer.
-
-        Args:
-            model: The model, with adapters or without.
-            lora: The config of the adapters to make, or ``None`` where it has them.
-
-        Returns:
-            The model that it trains.
+        """Make the trainer, and return the model that it trains, with adapters of a config; ``None`` where it has them.
 
         Raises:
             ConfigError: The trainer refuses the arguments.
@@ -196,7 +183,7 @@ class Rehearsal(ModelStep):
             model.hf_device_map = {"": "cpu"}
         vocabulary_size = model.config.get_text_config().vocab_size
         if self._built is not None:
-            self._built.prepare(model)
+            self._built.drop_reference(model)
         takes = inspect.signature(self._class.__init__).parameters
         options = {}
         if "peft_config" in takes:
@@ -271,8 +258,4 @@ class Rehearsal(ModelStep):
         finally:
             trainer.recorder = None
 
-    def run_first(
-        self, fakes: FakeModel, batch_size: int, seq_len: int, recorder: StepRecorder
-    ) -> None:
-        """Run a whole step, which the trainer's loop does not do by halves."""
-        self.run(fakes, batch_size, seq_len, recorder)
+    run_first = run  # a trainer's loop runs no step by halves

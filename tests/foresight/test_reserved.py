@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, Gemma2Config, LlamaConfig, MistralConfig, MixtralConfig, T5Config
 
@@ -61,7 +62,12 @@ MISTRAL = MistralConfig(
 @pytest.mark.thorough
 def test_the_gibibyte_that_was_reported_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface/peft#3265: PEFT 0.18, which left the cache alone, and transformers 4.56, on a Jetson of 8 GB."""
-    monkeypatch.setattr(loading, "COPIES_WHILE_QUANTIZED", 2)
+    quantize = loading.quantize_weight
+
+    def quantize_a_copy(parameter: Any, weight: torch.Tensor) -> Any:
+        return quantize(parameter, weight.clone())  # transformers 4 held the weight, too
+
+    monkeypatch.setattr(loading, "quantize_weight", quantize_a_copy)
     step = predict_step(
         MISTRAL, precision="peft", empty_cache=False, quantization_config=NF4, batch_size=1, seq_len=64, optimizer=None
     )
