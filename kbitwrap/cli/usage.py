@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,20 @@ from .console import QUANT_BY_CONFIG, InputError, printable
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+# What to type, by the command, where an argument was given as an option, or an option as
+# an argument.
+_FORMS = {
+    "plan": "plan MODEL",
+    "doctor": "doctor MERGED --adapter ADAPTER",
+    "merge": "merge [BASE] ADAPTER --out DST",
+    "stamp": "stamp ADAPTER --base BASE",
+    "convert": "convert --from SRC --out DST",
+    "run": "run SCRIPT",
+}
+_OTHER_FORM = re.compile(
+    r"No such option: --(\S+)|Got unexpected extra .*\)|Missing option .*'"
+)
 
 PRECISIONS = tuple(Precision)
 DEFAULT_QUANT = QuantKind.NF4
@@ -199,5 +214,13 @@ def line(error: Any) -> str:
     said = printable(" ".join(words))
     if error.ctx is None:
         return f"kbitwrap: error: {said}"
+    form = _FORMS.get(error.ctx.info_name, "")
+    found = _OTHER_FORM.match(said)
+    if (
+        form
+        and found
+        and (not found[1] or found[1].upper() in re.findall(r"\w+", form))
+    ):
+        said = f"{found[0]}. Type: kbitwrap {form}"
     program = error.ctx.command_path
     return f"{program}: error: {said} (see '{program} --help')"
