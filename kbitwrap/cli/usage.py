@@ -29,6 +29,8 @@ _FORMS = {
 _OTHER_FORM = re.compile(
     r"No such option: --(\S+)|Got unexpected extra .*\)|Missing option .*'"
 )
+_NO_INTEGER = "Input should be a valid integer, unable to parse string as an integer"
+_AN_INTEGER = "expected a whole number such as 2048"
 
 PRECISIONS = tuple(Precision)
 DEFAULT_QUANT = QuantKind.NF4
@@ -209,9 +211,9 @@ def line(error: Any) -> str:
     Returns:
         The line.
     """
-    # The first words are pydantic's, which reads values for Typer.
-    words = error.format_message().replace("Value error, ", "").split()
-    said = printable(" ".join(words))
+    said = printable(" ".join(error.format_message().split()))
+    # The words of pydantic, which reads values for Typer.
+    said = said.replace("Value error, ", "").replace(_NO_INTEGER, _AN_INTEGER)
     if error.ctx is None:
         return f"kbitwrap: error: {said}"
     form = _FORMS.get(error.ctx.info_name, "")
