@@ -15,13 +15,13 @@ from rich.console import RenderableType
 from .. import ConfigError
 from ..reports import first_of, shown
 from .console import (
-    ADAPTER_CONFIG,
     EXIT_DONE,
     EXIT_NO,
     InputError,
     Result,
     checked_device,
     first_line,
+    holds_adapter,
     printable,
     say,
     show_result,
@@ -143,11 +143,7 @@ def command(
         )
     if text is not None and adapter is None:
         raise InputError("--text compares PATH with the adapter model: give --adapter")
-    if (
-        adapter is not None
-        and (path / ADAPTER_CONFIG).is_file()
-        and not (path / "config.json").is_file()
-    ):
+    if adapter is not None and holds_adapter(path):
         raise InputError(
             f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
         )
