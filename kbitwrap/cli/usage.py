@@ -48,12 +48,6 @@ def num_bytes(text: str | int) -> int:
     return value
 
 
-def _size(text: str) -> str:
-    """Return the text of a number of bytes as it was typed."""
-    num_bytes(text)
-    return text
-
-
 QuantInTraining = Annotated[
     QuantKind | None,
     typer.Option(
@@ -134,10 +128,10 @@ Budget = Annotated[
     ),
 ]
 DeviceMemory = Annotated[
-    str | None,
+    int | None,
     typer.Option(
         metavar="BYTES",
-        parser=_size,
+        parser=num_bytes,
         help="In place of --budget: the memory of the GPU, such as 24GiB, of which the CUDA context is taken off.",
         rich_help_panel="What a step has to fit",
     ),
