@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -37,12 +39,20 @@ def broken(adapter: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(adapter)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_doctor_prints_in_a_line_what_is_fine_and_line_by_line_if_asked(
+    adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = [
         f"{adapter}: no fault found in 3 checks; not measured: 1",
         f"not measured: whether the base is the manifest's, and unchanged: {NO_MANIFEST}",
         "",
+    ]
+    assert main(["doctor", str(adapter)]) == 0
+    said = "3 checks found no fault: files, lora_B, adapter values; --verbose prints each"
+    assert capsys.readouterr().out.splitlines() == [*first, said]
+    assert main(["doctor", str(adapter), "--verbose"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *first,
         f"looked at in {adapter}:",
         "  files: fine: adapters, weights and configs can be read",
         "  lora_B: fine: not all of 10 are zero",
@@ -62,7 +72,7 @@ def test_a_base_that_the_adapter_names_and_that_is_here_is_compared_with_the_man
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "base_model_name_or_path": base}))
     capsys.readouterr()
-    assert main(["doctor", str(run)]) == 0
+    assert main(["doctor", str(run), "--verbose"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == f"{run}: no fault found in 4 checks; not measured: 0"
     assert "  base: fine: " in out
@@ -75,11 +85,15 @@ def test_a_base_that_the_adapter_names_and_that_is_here_is_compared_with_the_man
 def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "2 checks found no fault: files, lora_B; --verbose prints each"
+    assert main(["doctor", str(broken), "--verbose"]) == 1
+    verbose = capsys.readouterr().out.splitlines()
+    assert verbose[:8] == lines[:8]
+    assert "  adapter values: fault: an adapter is not finite" in verbose
     assert lines[0] == f"{broken}: faults: 1 in 3 checks; not measured: 1"
     assert lines[3:5] == ["an adapter is not finite", f"  where: {broken}"]
     assert lines[5].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
     assert lines[6].startswith("  remedy: ")
-    assert "  adapter values: fault: an adapter is not finite" in lines
 
 
 def test_doctor_prints_its_report_as_json(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +106,7 @@ def test_doctor_measures_with_a_base_and_an_adapter(
 ) -> None:
     zoo.load("llama").save_pretrained(tmp_path / "base")
     assert main(["doctor", str(tmp_path / "base")]) == 0
-    assert f"  merge: not measured: {GIVE_ADAPTER}" in capsys.readouterr().out
+    assert f"how much of the adapter it holds: {GIVE_ADAPTER}" in capsys.readouterr().out
     training.adapt("llama", zoo.load("llama")).merge_and_unload().save_pretrained(tmp_path / "merged")
     options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "base"), *options]) == 1
@@ -198,7 +212,10 @@ def test_doctor_takes_the_base_that_the_adapter_names_and_says_so(
     out, err = capsys.readouterr()
     assert out.startswith("a merge: 100.0% of the adapter's delta")
     named = f"the base is {str(run / 'base')!r}, which the config of the adapter names"
-    assert err.splitlines()[0] == f"kbitwrap: note: {named}"
+    assert err == f"kbitwrap: note: {named}\n"
+    with contextlib.redirect_stdout(io.StringIO()) as both, contextlib.redirect_stderr(both):
+        main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter")])
+    assert both.getvalue() == out + err  # the verdict comes first
     assert main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter"), "--base", ""]) == 2
     assert capsys.readouterr().err.startswith("kbitwrap: error: expected a folder")
 
