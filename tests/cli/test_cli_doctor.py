@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,14 +118,20 @@ def test_doctor_measures_with_a_base_and_an_adapter(
     assert "% of the delta survived" in capsys.readouterr().out
 
 
-def test_doctor_says_first_that_a_merge_is_one(
+def test_doctor_says_first_that_a_merge_is_one_by_the_command_that_merge_prints(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = str(zoo.checkpoint("llama"))
-    assert main(["merge", base, str(adapter), "--out", str(tmp_path / "out"), "--quant", "nf4"]) == 0
-    capsys.readouterr()
+    base, folder = str(zoo.checkpoint("llama")), str(tmp_path / "an out")
+    merge = ["merge", base, str(adapter), "--out", folder, "--quant", "nf4"]
+    assert main(merge) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    command = shlex.split(last.removeprefix("to check it: "))
     options = ["--base", base, "--adapter", str(adapter)]
-    assert main(["doctor", str(tmp_path / "out"), *options, "--quant", "nf4"]) == 0
+    assert command == ["kbitwrap", "doctor", folder, *options, "--quant", "nf4"]
+    for measured in (["--json"], ["--check"]):
+        assert main([*merge, "--overwrite", *measured]) == 0
+        assert "to check it" not in capsys.readouterr().out
+    assert main(command[1:]) == 0
     first = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
     onto = "added to the base's weights in nf4, as given; nothing records whether it was trained on these"
     assert first == f"a merge: 100.0% of the adapter's delta, {onto}"
