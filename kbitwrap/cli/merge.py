@@ -235,7 +235,7 @@ def command(
     if compare is not None and as_ is None:
         told = f"{recommended}, which --compare recommends"
         say(f"wrote {told if recommended else 'half: --compare recommends none'}")
-    if adapter is not None and quant is not None:
+    if adapter is not None and quant is not None and compare is None:
         # The card says who told the quantization.
         card = (out / "README.md").read_text(encoding="utf-8")
         if "nothing recorded confirms" in card:
