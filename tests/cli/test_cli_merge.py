@@ -150,10 +150,14 @@ def test_a_merge_is_no_base_of_the_adapter_in_it_and_doctor_tells_what_was_merge
 ) -> None:
     once, twice = tmp_path / "once", tmp_path / "twice"
     assert run(capsys, "merge", base, adapter, "--out", once, *MERGE)[0] == 0
-    status, _, err = run(capsys, "merge", once, adapter, "--out", twice, *MERGE)
-    assert status == 2
-    assert f"{str(once)!r} is a merge of the adapter 'adapter' already, as its README.md says" in err
-    assert str(base) in err
+    for folder in (adapter, shutil.copytree(adapter, tmp_path / "renamed")):
+        status, _, err = run(capsys, "merge", once, folder, "--out", twice, *MERGE)
+        assert status == 2
+        assert (
+            f"{str(once)!r} is a merge of the adapter {folder.name!r} already, whose name or SHA-256 its README.md has"
+            in err
+        )
+        assert str(base) in err
 
     # an adapter that was trained on that merge, and has the name of the first
     name_base(adapter, str(once))
