@@ -247,7 +247,7 @@ def _merge(merge: MergeMeasure) -> list[RenderableType]:
 
 
 def _checks(report: DoctorReport, verbose: bool) -> list[RenderableType]:
-    """Lay out what was not measured, the faults, and the other checks: in a line, or each by its place."""
+    """Lay out what was not measured, the faults, and which checks found none, or each check."""
     num_open = sum(check.outcome == "not measured" for check in report.looked_at)
     num_checks = len(report.looked_at) - num_open
     found = f"faults: {len(report.findings)}" if report.findings else "no fault found"
@@ -261,19 +261,13 @@ def _checks(report: DoctorReport, verbose: bool) -> list[RenderableType]:
         lines.append(f"  remedy: {one.remedy}")
         parts.append("\n".join(map(printable, lines)))
     fine = [one.what for one in report.looked_at if one.outcome == "fine"]
-    if fine and not verbose:
+    if verbose:
+        parts.append("\n".join(printable(str(one)) for one in report.looked_at))
+    elif fine:
         names = ", ".join(dict.fromkeys(fine))
         parts.append(
             f"{len(fine)} checks found no fault: {names}; --verbose prints each"
         )
-    if not verbose:
-        return [*parts]
-    places: dict[str, list[str]] = {}
-    for check in report.looked_at:
-        line = f"  {check.what}: {check.outcome}: {check.evidence}"
-        places.setdefault(check.where, []).append(line)
-    for where, lines in places.items():
-        parts.append("\n".join(map(printable, [f"looked at in {where}:", *lines])))
     return [*parts]
 
 

@@ -54,11 +54,10 @@ def test_doctor_prints_in_a_line_what_is_fine_and_line_by_line_if_asked(
     assert main(["doctor", str(adapter), "--verbose"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         *first,
-        f"looked at in {adapter}:",
-        "  files: fine: adapters, weights and configs can be read",
-        "  lora_B: fine: not all of 10 are zero",
-        "  adapter values: fine: 20 tensors are finite",
-        f"  base: not measured: {NO_MANIFEST}",
+        f"{adapter}: files: fine: adapters, weights and configs can be read",
+        f"{adapter}: lora_B: fine: not all of 10 are zero",
+        f"{adapter}: adapter values: fine: 20 tensors are finite",
+        f"{adapter}: base: not measured: {NO_MANIFEST}",
     ]
 
 
@@ -76,7 +75,7 @@ def test_a_base_that_the_adapter_names_and_that_is_here_is_compared_with_the_man
     assert main(["doctor", str(run), "--verbose"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == f"{run}: no fault found in 4 checks; not measured: 0"
-    assert "  base: fine: " in out
+    assert f"{run}: base: fine: " in out
     assert f"note: the base is {base!r}, which the config of the adapter names" in err
     path.write_text(json.dumps({**config, "base_model_name_or_path": "not/here"}))
     assert main(["doctor", str(run)]) == 0
@@ -90,7 +89,7 @@ def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: 
     assert main(["doctor", str(broken), "--verbose"]) == 1
     verbose = capsys.readouterr().out.splitlines()
     assert verbose[:8] == lines[:8]
-    assert "  adapter values: fault: an adapter is not finite" in verbose
+    assert f"{broken}: adapter values: fault: an adapter is not finite" in verbose
     assert lines[0] == f"{broken}: faults: 1 in 3 checks; not measured: 1"
     assert lines[3:5] == ["an adapter is not finite", f"  where: {broken}"]
     assert lines[5].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
