@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import warnings
@@ -58,6 +59,15 @@ class SavedAdapter:
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the file of its tensors."""
+        digest = hashlib.sha256()
+        with open(str(adapter_file(self.folder)), "rb") as file:
+            while piece := file.read(2**20):
+                digest.update(piece)
+        return digest.hexdigest()
 
     @property
     def name(self) -> str:

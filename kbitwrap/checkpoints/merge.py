@@ -85,6 +85,7 @@ _ROUNDED = {
     MIXED: "rounded once, where it touches a layer; the others stay quantized",
     QUANTIZED: "rounded at random to the codes of its layers, which stay quantized",
 }
+_DIGEST = "SHA-256 of the adapter's file: {}"
 _LEFT = "files of the base were left behind, because others take their place or they are no part of a merge: {}"
 _ON_ORIGINAL = "the adapter is merged onto the base's original weights, not onto those that it was trained on"
 _OF_ANOTHER_BASE = (
@@ -256,11 +257,12 @@ def merge_checkpoint(
             notes.append(kept_dtype(loaded, parse_dtype(dtype)))
         if left:
             notes.append(_LEFT.format(first_of([shown(name) for name in left], 10)))
-        added = ""
+        added, of_card = "", notes
         if saved is not None:
+            of_card = [*notes, _DIGEST.format(saved.digest)]
             peft_type = saved.config.get("peft_type", "PEFT")
             added = f"{peft_type} adapter `{name_of_base(os.fspath(saved.folder))}`"
-        card = _card(name, added, form, quantization, merged, device, notes)
+        card = _card(name, added, form, quantization, merged, device, of_card)
         (writer.folder / CARD).write_text(card, encoding="utf-8")
 
     of_merge = merged.report()
@@ -290,10 +292,11 @@ def _refuse_merged(base: StrPath, saved: SavedAdapter) -> None:
 
     card = path.read_text(encoding="utf-8", errors="replace")
     name = name_of_base(os.fspath(saved.folder))
-    if "Written by kbitwrap" in card and f"`{name}` was added" in card:
+    is_named = f"`{name}` was added" in card or _DIGEST.format(saved.digest) in card
+    if "Written by kbitwrap" in card and is_named:
         raise ConfigError(
-            f"{os.fspath(base)!r} is a merge of the adapter {name!r} already, as its {CARD} says: give the base that "
-            f"was trained on, {shown(named)}"
+            f"{os.fspath(base)!r} is a merge of the adapter {name!r} already, whose name or SHA-256 its {CARD} has: "
+            f"give the base that was trained on, {shown(named)}"
         )
 
 

@@ -33,7 +33,7 @@ from ..reports import Report, caller_level, first_of, in_one_line, shown, table
 from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
 from .base import load_adapted, load_base, named_base
-from .base_quantization import find_quantization
+from .base_quantization import GIVEN, find_quantization
 from .measure import ORIGINAL
 from .merge import merge_checkpoint
 from .reader import load_manifest, saved_manifest
@@ -129,7 +129,8 @@ class MergeComparison(Report):
             is taken where no form is within them. ``""`` where the adapter gains nothing
             on the texts.
         reason: Why it is that one, or none.
-        notes: Why other forms were not measured.
+        notes: Why other forms were not measured; and that nothing records the quantization
+            that was given, where nothing does.
     """
 
     merges: Mapping[str, TextMeasure]
@@ -290,6 +291,11 @@ def compare_merges(
         recommended, reason = _recommend(measured)
     else:
         recommended, reason = "", _NO_GAIN.format(one.loss)
+    if quantization.source == GIVEN:
+        notes.append(
+            "nothing records how the base was quantized, so the quantization given (quantization_config) was taken at "
+            "its word"
+        )
     return MergeComparison(merges, recommended, reason, tuple(notes))
 
 

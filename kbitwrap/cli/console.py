@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
@@ -243,6 +244,12 @@ def checked_device(name: str | None) -> str | None:
             f"--device: device {name!r} is not available: {first_line(error)}; leave it out, or give cpu"
         ) from error
     return name
+
+
+def holds_adapter(path: str | Path) -> bool:
+    """Return whether a folder holds an adapter and no model."""
+    is_model = os.path.isfile(os.path.join(path, "config.json"))
+    return os.path.isfile(os.path.join(path, ADAPTER_CONFIG)) and not is_model
 
 
 def first_line(error: BaseException) -> str:

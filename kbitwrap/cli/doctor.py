@@ -15,13 +15,13 @@ from rich.console import RenderableType
 from .. import ConfigError
 from ..reports import first_of, shown
 from .console import (
-    ADAPTER_CONFIG,
     EXIT_DONE,
     EXIT_NO,
     InputError,
     Result,
     checked_device,
     first_line,
+    holds_adapter,
     printable,
     say,
     show_result,
@@ -55,8 +55,8 @@ HELP = (
     "preparation, another base than the manifest's, adapters that are zero or not finite, layers and "
     "experts that were never quantized, tied weights that came apart, a merge into "
     "4-bit weights, scales in another order than their weights, an optimizer that trained what was not saved, a save "
-    "that was interrupted. Each check made is printed: fine, "
-    "fault, or not measured and why. No code in a file is run, but for that of BASE with --trust-remote-code.\n\n"
+    "that was interrupted. Faults are printed, and what was not measured and why; with --verbose each check made. No "
+    "code in a file is run, but for that of BASE with --trust-remote-code.\n\n"
     "Of tensors that a preparation left in float32 it prints which they are, what they waste, and the command that "
     "gives them their dtypes back; of a manifest, with --verbose of that in PATH too, which model was prepared, and "
     "how. The manifest of an adapter is compared with BASE, or with the folder that the adapter names.\n\n"
@@ -114,7 +114,10 @@ def command(
     trust_remote_code: TrustRemoteCode = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Print all that the manifest in PATH records."),
+        typer.Option(
+            "--verbose",
+            help="Print each check made, and all that the manifest in PATH records.",
+        ),
     ] = False,
     json_: Json = False,
 ) -> int:
@@ -143,11 +146,7 @@ def command(
         )
     if text is not None and adapter is None:
         raise InputError("--text compares PATH with the adapter model: give --adapter")
-    if (
-        adapter is not None
-        and (path / ADAPTER_CONFIG).is_file()
-        and not (path / "config.json").is_file()
-    ):
+    if adapter is not None and holds_adapter(path):
         raise InputError(
             f"{str(path)!r} holds an adapter: with --adapter, PATH is the folder of the merged model"
         )
@@ -170,8 +169,6 @@ def command(
             with contextlib.suppress(ConfigError):  # of what is no adapter
                 named = named_base(read_adapter(path))
                 base = named if os.path.isdir(named) else None
-        if base is not None and given_base is None:
-            say(f"note: the base is {base!r}, which the config of the adapter names")
         measured = damage = None
         if text is not None and adapter is not None:
             try:
@@ -213,7 +210,7 @@ def command(
         parts.insert(1, str(measured))
     if damage is not None:
         parts.append(printable(f"not measured on {text}: {first_line(damage)}"))
-    parts += _checks(report)
+    parts += _checks(report, verbose)
     if checkpoint is not None:
         result["checkpoint"] = checkpoint.to_dict()
         parts.append(_contents(checkpoint))
@@ -229,6 +226,8 @@ def command(
         )
         parts.append(_recorded(result["manifest"]) if verbose else told)
     show_result(result, parts, json_)
+    if base is not None and given_base is None:
+        say(f"note: the base is {base!r}, which the config of the adapter names")
     return EXIT_NO if report else EXIT_DONE
 
 
@@ -247,8 +246,8 @@ def _merge(merge: MergeMeasure) -> list[RenderableType]:
     return [verdict, kept, table(rows)]
 
 
-def _checks(report: DoctorReport) -> list[RenderableType]:
-    """Lay out what was not measured, the faults, and each check by its place."""
+def _checks(report: DoctorReport, verbose: bool) -> list[RenderableType]:
+    """Lay out what was not measured, the faults, and which checks found none, or each check."""
     num_open = sum(check.outcome == "not measured" for check in report.looked_at)
     num_checks = len(report.looked_at) - num_open
     found = f"faults: {len(report.findings)}" if report.findings else "no fault found"
@@ -261,12 +260,14 @@ def _checks(report: DoctorReport) -> list[RenderableType]:
         lines = [one.what, f"  where: {one.where}", f"  evidence: {one.evidence}"]
         lines.append(f"  remedy: {one.remedy}")
         parts.append("\n".join(map(printable, lines)))
-    places: dict[str, list[str]] = {}
-    for check in report.looked_at:
-        line = f"  {check.what}: {check.outcome}: {check.evidence}"
-        places.setdefault(check.where, []).append(line)
-    for where, lines in places.items():
-        parts.append("\n".join(map(printable, [f"looked at in {where}:", *lines])))
+    fine = [one.what for one in report.looked_at if one.outcome == "fine"]
+    if verbose:
+        parts.append("\n".join(printable(str(one)) for one in report.looked_at))
+    elif fine:
+        names = ", ".join(dict.fromkeys(fine))
+        parts.append(
+            f"{len(fine)} checks found no fault: {names}; --verbose prints each"
+        )
     return [*parts]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..config import format_bytes, parse_bytes
+from ..config import format_bytes
 from .console import InputError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _PROCESS_BYTES = 760_135_680  # once libraries are imported, docs/benchmarks/hos
 
 
 def budget_of(
-    budget: int | None, device_memory: int | str | None, is_unified: bool = False
+    budget: int | None, device_memory: int | None, is_unified: bool = False
 ) -> int | None:
     """Return the bytes that tensors may take: the budget, or what a CUDA context leaves of a device's memory.
 
@@ -32,7 +32,7 @@ def budget_of(
             )
         return budget
     process = _PROCESS_BYTES if is_unified else 0
-    return max(parse_bytes(device_memory) - _CUDA_CONTEXT_BYTES - process, 0)
+    return max(device_memory - _CUDA_CONTEXT_BYTES - process, 0)
 
 
 def budget_of_step(step: StepMemory, budget: int, is_unified: bool) -> int:
@@ -56,10 +56,12 @@ def on_unified(mapped_bytes: int) -> str:
     )
 
 
-def memory_of(budget: int, device_memory: str | None) -> str:
-    """Name the memory: the budget, or a device's as it was typed with what is left of it."""
+def memory_of(budget: int, device_memory: int | None) -> str:
+    """Name the memory: the budget, or a device's with what is left of it."""
     left = format_bytes(budget)
-    return left if device_memory is None else f"{device_memory} ({left} for torch)"
+    if device_memory is None:
+        return left
+    return f"{format_bytes(device_memory)} ({left} for torch)"
 
 
 def verdict(

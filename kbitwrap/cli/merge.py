@@ -33,6 +33,7 @@ from .usage import (
     QuantInTraining,
     Samples,
     TrustRemoteCode,
+    given,
 )
 
 SUMMARY = "Merge a saved adapter into the base that it was trained on."
@@ -169,6 +170,11 @@ def command(
         "device": checked_device(device),
         "trust_remote_code": trust_remote_code,
     }
+    of_both = {
+        "quant": quant,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
 
     recommended = ""
 
@@ -194,19 +200,14 @@ def command(
             return status
     if out is None:
         if recommended:
-            words = ["kbitwrap", "merge", *paths, "--as", recommended, "--out", "DIR"]
-            for name, value in (
-                ("--manifest", manifest),
-                ("--quant", quant),
-                ("--dtype", dtype),
-                ("--seed", seed or None),
-                ("--device", device),
-            ):
-                if value is not None:
-                    words += [name, str(value)]
-            if trust_remote_code:
-                words.append("--trust-remote-code")
-            say(f"to write it: {shlex.join(words)}")
+            typed = _typed(
+                *("merge", *paths, "--as", recommended, "--out", "DIR"),
+                manifest=manifest,
+                dtype=dtype,
+                seed=seed or None,
+                **of_both,
+            )
+            say(f"to write it: {typed}")
         return EXIT_DONE
 
     def merge(doing: Doing) -> ExportReport:
@@ -234,16 +235,30 @@ def command(
     if compare is not None and as_ is None:
         told = f"{recommended}, which --compare recommends"
         say(f"wrote {told if recommended else 'half: --compare recommends none'}")
-    if adapter is not None and quant is not None:
+    if adapter is not None and quant is not None and compare is None:
         # The card says who told the quantization.
         card = (out / "README.md").read_text(encoding="utf-8")
         if "nothing recorded confirms" in card:
             say(
                 f"note: nothing records how the base was quantized, so --quant {quant} was taken at its word"
             )
+    if not (json_ or check):
+        typed = _typed("doctor", str(out), base=base, adapter=adapter, **of_both)
+        print(f"to check it: {typed}")
     if push_to_hub is not None:
         _push(out, push_to_hub)
     return status
+
+
+def _typed(*words: str, **options: object) -> str:
+    """Write a command as it is typed, with those of the options that were given."""
+    typed = ["kbitwrap", *words]
+    for name, value in options.items():
+        option = given(**{name: value})
+        if option and value is not True:
+            option.append(str(value))
+        typed += option
+    return shlex.join(typed)
 
 
 def _push(folder: Path, name: str) -> None:

@@ -18,6 +18,7 @@ from .console import (
     InputError,
     Result,
     each_once,
+    holds_adapter,
     show_result,
     working,
 )
@@ -228,6 +229,13 @@ def command(
         raise InputError("--accumulate applies to the step of a trainer: add --trainer")
     if (engine is None) != (devices is None):
         raise InputError("--engine and --devices are given together")
+    if holds_adapter(model):
+        with working(f"reading {model}"):
+            from ..checkpoints.adapters import read_adapter
+            from ..checkpoints.base import named_base
+
+            base = named_base(read_adapter(model))
+        raise InputError(f"{model!r} holds an adapter: plan its base, {base!r}")
 
     ways = WAYS[:-1]
     if step:

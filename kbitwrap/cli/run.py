@@ -18,7 +18,6 @@ from unittest import mock
 import typer
 
 from .. import KbitWrapError, Precision
-from ..config import format_bytes
 from ..foresight.imports import when_imported
 from ..reports import first_of
 from .console import (
@@ -182,7 +181,7 @@ def _tell_step(
     trainer: Any,
     settings: dict[str, Any],
     limit: int | None,
-    device_memory: str | None,
+    device_memory: int | None,
     is_unified: bool,
 ) -> int:
     """Print what a step of a trainer takes, and whether it fits; return the exit status.
@@ -209,8 +208,8 @@ def _tell_step(
     elif torch.cuda.is_available() and limit is None:
         there = torch.cuda.get_device_properties(0)
         is_unified = bool(there.is_integrated)
-        limit = budget_of(None, there.total_memory, is_unified)
-        device_memory = format_bytes(there.total_memory)
+        device_memory = there.total_memory
+        limit = budget_of(None, device_memory, is_unified)
     with working(f"predicting the step of {type(trainer).__name__}", is_script=True):
         predict = StepPredictor(trainer, kernels=kernels, **settings)
         step = predict()

@@ -40,7 +40,7 @@ def plan_steps(
     model: str,
     ways: Sequence[str],
     budget: int | None,
-    device_memory: str | None,
+    device_memory: int | None,
     is_unified: bool,
     quant: str | None,
     dtype: str,

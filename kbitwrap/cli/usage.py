@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,22 @@ from .console import QUANT_BY_CONFIG, InputError, printable
 
 # The error that all others of Typer's parser are; Typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+# What to type, by the command, where an argument was given as an option, or an option as
+# an argument.
+_FORMS = {
+    "plan": "plan MODEL",
+    "doctor": "doctor MERGED --adapter ADAPTER",
+    "merge": "merge [BASE] ADAPTER --out DST",
+    "stamp": "stamp ADAPTER --base BASE",
+    "convert": "convert --from SRC --out DST",
+    "run": "run SCRIPT",
+}
+_OTHER_FORM = re.compile(
+    r"No such option: --(\S+)|Got unexpected extra .*\)|Missing option .*'"
+)
+_NO_INTEGER = "Input should be a valid integer, unable to parse string as an integer"
+_AN_INTEGER = "expected a whole number such as 2048"
 
 PRECISIONS = tuple(Precision)
 DEFAULT_QUANT = QuantKind.NF4
@@ -29,12 +46,6 @@ def num_bytes(text: str | int) -> int:
     if 0 < value < 2**20 and str(text).strip().isdecimal():
         raise typer.BadParameter(f"{value} bytes: give a unit, as in 8GiB")
     return value
-
-
-def _size(text: str) -> str:
-    """Return the text of a number of bytes as it was typed."""
-    num_bytes(text)
-    return text
 
 
 QuantInTraining = Annotated[
@@ -117,10 +128,10 @@ Budget = Annotated[
     ),
 ]
 DeviceMemory = Annotated[
-    str | None,
+    int | None,
     typer.Option(
         metavar="BYTES",
-        parser=_size,
+        parser=num_bytes,
         help="In place of --budget: the memory of the GPU, such as 24GiB, of which the CUDA context is taken off.",
         rich_help_panel="What a step has to fit",
     ),
@@ -194,10 +205,18 @@ def line(error: Any) -> str:
     Returns:
         The line.
     """
-    # The first words are pydantic's, which reads values for Typer.
-    words = error.format_message().replace("Value error, ", "").split()
-    said = printable(" ".join(words))
+    said = printable(" ".join(error.format_message().split()))
+    # The words of pydantic, which reads values for Typer.
+    said = said.replace("Value error, ", "").replace(_NO_INTEGER, _AN_INTEGER)
     if error.ctx is None:
         return f"kbitwrap: error: {said}"
+    form = _FORMS.get(error.ctx.info_name, "")
+    found = _OTHER_FORM.match(said)
+    if (
+        form
+        and found
+        and (not found[1] or found[1].upper() in re.findall(r"\w+", form))
+    ):
+        said = f"{found[0]}. Type: kbitwrap {form}"
     program = error.ctx.command_path
     return f"{program}: error: {said} (see '{program} --help')"

@@ -117,7 +117,7 @@ def test_a_dequantized_base_is_compared_on_the_device_that_is_given(
     served = str(tmp_path / "served")
     options = ["--quant", "nf4", "--device", "cpu", "--trust-remote-code"]
     assert main(["merge", str(run / "base"), "--no-adapter", "--out", served, *options]) == 0
-    assert main(["doctor", served, "--base", str(run / "base"), *options]) == 0
+    assert main(["doctor", served, "--base", str(run / "base"), *options, "--verbose"]) == 0
     assert "are those of the base, dequantized" in capsys.readouterr().out
 
 

@@ -750,8 +750,13 @@ def test_merge_compares_the_forms_and_writes_nothing_without_out(
     written = [(place / name / "model.safetensors").read_bytes() for name in ("merged", "alone")]
     assert written[0] == written[1]
     other = "quantized" if recommended != "quantized" else "half"
-    assert main([*arguments, "--out", "other", "--as", other]) == 0
-    assert "which --compare recommends" not in capsys.readouterr().err
+    adapter = shutil.copytree(run.adapter, tmp_path / "adapter", ignore=shutil.ignore_patterns("kbitwrap.json"))
+    arguments[2] = str(adapter)
+    assert main([*arguments, "--out", "other", "--as", other, "--quant", "nf4"]) == 0
+    err = capsys.readouterr().err
+    assert "which --compare recommends" not in err
+    told = "nothing records how the base was quantized, so the quantization given (--quant) was taken at its word"
+    assert [line for line in err.splitlines() if "its word" in line] == [f"kbitwrap: note: {told}"]
     config = json.loads((place / "other" / "config.json").read_text())
     assert ("quantization_config" in config) == (other == "quantized")
 

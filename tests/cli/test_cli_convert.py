@@ -87,7 +87,7 @@ def test_its_suggestion_works(saved: Path, capsys: pytest.CaptureFixture[str], t
 
 
 def test_doctor_of_a_clean_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "doctor", saved / "original")
+    status, out, _ = run(capsys, "doctor", saved / "original", "--verbose")
     assert status == 0
     assert "dtypes: fine: no float32 that the architecture does not load" in out
     assert "suggestion" not in run_json(capsys, "doctor", saved / "original")[1]["checkpoint"]

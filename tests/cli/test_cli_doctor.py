@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,17 +40,24 @@ def broken(adapter: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_doctor_prints_what_it_looked_at_line_by_line(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(adapter)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_doctor_prints_in_a_line_what_is_fine_and_line_by_line_if_asked(
+    adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = [
         f"{adapter}: no fault found in 3 checks; not measured: 1",
         f"not measured: whether the base is the manifest's, and unchanged: {NO_MANIFEST}",
         "",
-        f"looked at in {adapter}:",
-        "  files: fine: adapters, weights and configs can be read",
-        "  lora_B: fine: not all of 10 are zero",
-        "  adapter values: fine: 20 tensors are finite",
-        f"  base: not measured: {NO_MANIFEST}",
+    ]
+    assert main(["doctor", str(adapter)]) == 0
+    said = "3 checks found no fault: files, lora_B, adapter values; --verbose prints each"
+    assert capsys.readouterr().out.splitlines() == [*first, said]
+    assert main(["doctor", str(adapter), "--verbose"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *first,
+        f"{adapter}: files: fine: adapters, weights and configs can be read",
+        f"{adapter}: lora_B: fine: not all of 10 are zero",
+        f"{adapter}: adapter values: fine: 20 tensors are finite",
+        f"{adapter}: base: not measured: {NO_MANIFEST}",
     ]
 
 
@@ -62,10 +72,10 @@ def test_a_base_that_the_adapter_names_and_that_is_here_is_compared_with_the_man
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "base_model_name_or_path": base}))
     capsys.readouterr()
-    assert main(["doctor", str(run)]) == 0
+    assert main(["doctor", str(run), "--verbose"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == f"{run}: no fault found in 4 checks; not measured: 0"
-    assert "  base: fine: " in out
+    assert f"{run}: base: fine: " in out
     assert f"note: the base is {base!r}, which the config of the adapter names" in err
     path.write_text(json.dumps({**config, "base_model_name_or_path": "not/here"}))
     assert main(["doctor", str(run)]) == 0
@@ -75,11 +85,15 @@ def test_a_base_that_the_adapter_names_and_that_is_here_is_compared_with_the_man
 def test_doctor_names_each_fault_with_evidence_and_remedy(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(broken)]) == 1
     lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "2 checks found no fault: files, lora_B; --verbose prints each"
+    assert main(["doctor", str(broken), "--verbose"]) == 1
+    verbose = capsys.readouterr().out.splitlines()
+    assert verbose[:8] == lines[:8]
+    assert f"{broken}: adapter values: fault: an adapter is not finite" in verbose
     assert lines[0] == f"{broken}: faults: 1 in 3 checks; not measured: 1"
     assert lines[3:5] == ["an adapter is not finite", f"  where: {broken}"]
     assert lines[5].startswith("  evidence: ['base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'")
     assert lines[6].startswith("  remedy: ")
-    assert "  adapter values: fault: an adapter is not finite" in lines
 
 
 def test_doctor_prints_its_report_as_json(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +106,7 @@ def test_doctor_measures_with_a_base_and_an_adapter(
 ) -> None:
     zoo.load("llama").save_pretrained(tmp_path / "base")
     assert main(["doctor", str(tmp_path / "base")]) == 0
-    assert f"  merge: not measured: {GIVE_ADAPTER}" in capsys.readouterr().out
+    assert f"how much of the adapter it holds: {GIVE_ADAPTER}" in capsys.readouterr().out
     training.adapt("llama", zoo.load("llama")).merge_and_unload().save_pretrained(tmp_path / "merged")
     options = ["--base", str(tmp_path / "base"), "--adapter", str(adapter)]
     assert main(["doctor", str(tmp_path / "base"), *options]) == 1
@@ -103,14 +117,20 @@ def test_doctor_measures_with_a_base_and_an_adapter(
     assert "% of the delta survived" in capsys.readouterr().out
 
 
-def test_doctor_says_first_that_a_merge_is_one(
+def test_doctor_says_first_that_a_merge_is_one_by_the_command_that_merge_prints(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = str(zoo.checkpoint("llama"))
-    assert main(["merge", base, str(adapter), "--out", str(tmp_path / "out"), "--quant", "nf4"]) == 0
-    capsys.readouterr()
+    base, folder = str(zoo.checkpoint("llama")), str(tmp_path / "an out")
+    merge = ["merge", base, str(adapter), "--out", folder, "--quant", "nf4"]
+    assert main(merge) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    command = shlex.split(last.removeprefix("to check it: "))
     options = ["--base", base, "--adapter", str(adapter)]
-    assert main(["doctor", str(tmp_path / "out"), *options, "--quant", "nf4"]) == 0
+    assert command == ["kbitwrap", "doctor", folder, *options, "--quant", "nf4"]
+    for measured in (["--json"], ["--check"]):
+        assert main([*merge, "--overwrite", *measured]) == 0
+        assert "to check it" not in capsys.readouterr().out
+    assert main(command[1:]) == 0
     first = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
     onto = "added to the base's weights in nf4, as given; nothing records whether it was trained on these"
     assert first == f"a merge: 100.0% of the adapter's delta, {onto}"
@@ -198,7 +218,10 @@ def test_doctor_takes_the_base_that_the_adapter_names_and_says_so(
     out, err = capsys.readouterr()
     assert out.startswith("a merge: 100.0% of the adapter's delta")
     named = f"the base is {str(run / 'base')!r}, which the config of the adapter names"
-    assert err.splitlines()[0] == f"kbitwrap: note: {named}"
+    assert err == f"kbitwrap: note: {named}\n"
+    with contextlib.redirect_stdout(io.StringIO()) as both, contextlib.redirect_stderr(both):
+        main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter")])
+    assert both.getvalue() == out + err  # the verdict comes first
     assert main(["doctor", str(run / "merged"), "--adapter", str(run / "adapter"), "--base", ""]) == 2
     assert capsys.readouterr().err.startswith("kbitwrap: error: expected a folder")
 

@@ -136,15 +136,28 @@ def test_base_and_adapter_in_the_wrong_order_are_refused(
     assert (status, "the order is BASE ADAPTER" in err) == (2, True)
 
 
+def test_an_adapter_in_place_of_the_model_to_plan_is_told_with_its_base(
+    base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in ([], ["--step"]):
+        status, out, err = run(capsys, "plan", adapter, *options)
+        assert (status, out) == (2, "")
+        assert err == f"kbitwrap: error: {str(adapter)!r} holds an adapter: plan its base, {str(base)!r}\n"
+
+
 def test_a_merge_is_no_base_of_the_adapter_in_it_and_doctor_tells_what_was_merged_twice(
     base: Path, adapter: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     once, twice = tmp_path / "once", tmp_path / "twice"
     assert run(capsys, "merge", base, adapter, "--out", once, *MERGE)[0] == 0
-    status, _, err = run(capsys, "merge", once, adapter, "--out", twice, *MERGE)
-    assert status == 2
-    assert f"{str(once)!r} is a merge of the adapter 'adapter' already, as its README.md says" in err
-    assert str(base) in err
+    for folder in (adapter, shutil.copytree(adapter, tmp_path / "renamed")):
+        status, _, err = run(capsys, "merge", once, folder, "--out", twice, *MERGE)
+        assert status == 2
+        assert (
+            f"{str(once)!r} is a merge of the adapter {folder.name!r} already, whose name or SHA-256 its README.md has"
+            in err
+        )
+        assert str(base) in err
 
     # an adapter that was trained on that merge, and has the name of the first
     name_base(adapter, str(once))

@@ -121,7 +121,7 @@ def test_a_script_on_a_cpu_is_predicted_for_the_gpu_whose_memory_is_given(
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--plan", "--device-memory", "2GiB", written(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "2GiB (1.4 GiB for torch): 2 x 8 tokens fit with unprepared.\n" in out
+    assert "2.0 GiB (1.4 GiB for torch): 2 x 8 tokens fit with unprepared.\n" in out
     assert "2 x 8 tokens on cuda" in out
     assert "the script trains on a CPU (use_cpu); its step is predicted for a GPU" in err
 
