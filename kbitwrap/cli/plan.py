@@ -225,6 +225,11 @@ def command(
             "--memory-budget is for what preparing adds; the budget of a whole step is --budget"
         )
     expect_one_at_most(budget=budget, device_memory=device_memory)
+    if kernels == "cpu" and device_memory is not None:
+        raise InputError(
+            "--device-memory is of a device for CUDA, of which its context is taken off: with --kernels cpu give "
+            "--budget"
+        )
     if trainer is None and accumulate is not None:
         raise InputError("--accumulate applies to the step of a trainer: add --trainer")
     if (engine is None) != (devices is None):

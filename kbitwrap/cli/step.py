@@ -27,12 +27,19 @@ _PHASES = {
     "reserved": "reserved_bytes",
 }
 _LOADING = "Loading the model, before the step, takes {}. It has to fit as well."
-_ON_TOP = (
+_RESERVED = (
     "Up to the peak, tensors alone are counted. What has to fit is what CUDA's caching allocator reserves for them and "
-    "for the smaller workspaces of cuBLAS, less what it can release before memory runs out. Not counted are the larger "
-    "workspaces, 48 MiB more from compute capability 9.0; outliers of 8-bit layers, which have no bound; the CUDA "
-    "context, 0.267 to 0.621 GiB (pytorch#86509), the most of which is taken off --device-memory; and other programs. "
-    "Unknown is what the device's allocator may count beside the peak: it is in no other row."
+    "for the smaller workspaces of cuBLAS, less what it can release before memory runs out."
+)
+_NOT_RESERVED = (
+    "Tensors alone are counted. What CUDA's caching allocator reserves for them is not known where FSDP2 shards the "
+    "model: the peak has to fit with the least that is unknown, and the allocator takes more."
+)
+_ON_TOP = (
+    "Not counted are the larger workspaces, 48 MiB more from compute capability 9.0; outliers of 8-bit layers, which "
+    "have no bound; the CUDA context, 0.267 to 0.621 GiB (pytorch#86509), the most of which is taken off "
+    "--device-memory; and other programs. Unknown is what the device's allocator may count beside the peak: it is in "
+    "no other row."
 )
 
 
@@ -198,8 +205,9 @@ def _tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
             held.append([kind.replace("_", " "), *map(format_bytes, found)])
     unknown = [step["unknown_bytes"] for step in steps.values()]
     least, most = zip(*unknown, strict=True)
-    held.append(["unknown, at least", *map(format_bytes, least)])
-    held.append(["unknown, at most", *map(format_bytes, most)])
+    if any(least) or any(most):
+        held.append(["unknown, at least", *map(format_bytes, least)])
+        held.append(["unknown, at most", *map(format_bytes, most)])
 
     parts: list[RenderableType] = [table(phases, right=True)]
     if len(sizes) > 1:
@@ -208,5 +216,8 @@ def _tables_of(steps: Mapping[str, Result]) -> list[RenderableType]:
     if first["loading_bytes"] is not None:
         parts.append(_LOADING.format(format_bytes(first["loading_bytes"])))
     causes = [part["what"] for step in steps.values() for part in step["unknown"]]
-    parts += [_ON_TOP, *(f"unknown: {cause}" for cause in dict.fromkeys(causes))]
+    if first["kernels"] == "cuda":
+        is_known = first["reserved_bytes"] is not None
+        parts.append(f"{_RESERVED if is_known else _NOT_RESERVED} {_ON_TOP}")
+    parts += [f"unknown: {cause}" for cause in dict.fromkeys(causes)]
     return [*parts, *each_once("notes", steps)]

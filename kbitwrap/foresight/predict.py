@@ -237,11 +237,7 @@ class StepPredictor:
         self, batch_size: int | None = None, seq_len: int | None = None
     ) -> StepMemory:
         """Predict the step of one batch; see ``predict_step``."""
-        if self._args is not None:
-            if seq_len is None and self._built is not None:
-                seq_len = self._built.seq_len
-            batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
-        batch_size, seq_len = batch_shape(self._inputs, batch_size, seq_len)
+        batch_size, seq_len = self._shape(batch_size, seq_len)
         step = self._step(batch_size, seq_len)
         reserved = self._replay(step)
         simulated = self._simulated
@@ -249,16 +245,6 @@ class StepPredictor:
         notes = [*self._runner.notes, *simulated.fakes.notes, *self._notes]
         if loading is not None and loading > step.peak_bytes:
             notes.append(LOADING_HIGHEST)
-        unknown: tuple[Unknown, ...] = ()
-        if self._on_cuda:
-            tokens = batch_size * seq_len
-            unknown = unknowns(
-                step,
-                reserved,
-                tokens,
-                simulated.sample_bytes,
-                has_int8=simulated.has_int8,
-            )
         told = list(simulated.warnings)
         most = self.max_seq_len
         if most is not None and seq_len > most:
@@ -277,10 +263,35 @@ class StepPredictor:
             reserved_by_phase=reserved.by_phase if reserved else None,
             traced_blocks=simulated.blocks.num_kept,
             num_blocks=simulated.blocks.num_all,
-            unknown=(*unknown, *self._devices.unknown(step)),
+            unknown=self._unknown(step, reserved, batch_size * seq_len),
             notes=tuple(notes),
             warnings=tuple(told),
         )
+
+    def _unknown(
+        self, step: Step, reserved: Reserved | None, tokens: int
+    ) -> tuple[Unknown, ...]:
+        """Return what is not known of a step's peak, with what is reserved for it where that is known."""
+        of_engine = self._devices.unknown(step)
+        if not self._on_cuda:
+            return of_engine
+        simulated = self._simulated
+        of_device = unknowns(
+            step,
+            reserved,
+            tokens,
+            simulated.sample_bytes,
+            has_int8=simulated.has_int8,
+        )
+        return (*of_device, *of_engine)
+
+    def _shape(self, batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
+        """Return the sequences of a batch and the tokens of each: those given, or else of the arguments or inputs."""
+        if self._args is not None:
+            if seq_len is None and self._built is not None:
+                seq_len = self._built.seq_len
+            batch_size, seq_len = batch_of(self._args, batch_size, seq_len)
+        return batch_shape(self._inputs, batch_size, seq_len)
 
     @property
     def max_seq_len(self) -> int | None:
@@ -291,27 +302,35 @@ class StepPredictor:
         most = getattr(config, "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else None
 
-    def longest_sequence(self, budget: int | str, batch_size: int = 1) -> int:
+    def longest_sequence(self, budget: int | str, batch_size: int | None = None) -> int:
         """Find the longest sequence, in tokens, whose step fits a budget: at most the model's own longest.
+
+        A batch of more than 1,048,576 tokens is not tried.
 
         Args:
             budget: Bytes, or a string such as ``"8GiB"``, for all that is reserved for
                 the step, and for loading and preparing the model before it.
-            batch_size: Sequences in the batch.
+            batch_size: Sequences in the batch; ``None`` for those of ``args``, or 1.
 
         Returns:
             The number of tokens; 0 where not even one fits, or loading the model does
             not.
-        """
-        limit = min(self.max_seq_len or MOST_TOKENS, MOST_TOKENS // batch_size)
 
+        Raises:
+            ConfigError: The budget or the batch is invalid, or ``inputs`` fix the length.
+        """
+        self._refuse_inputs()
+        if batch_size is None and self._args is None:
+            batch_size = 1
+        batch_size, _ = self._shape(batch_size, 1)
+        limit = min(self.max_seq_len or MOST_TOKENS, MOST_TOKENS // batch_size)
         known = [other[1] for other in self._steps if other[0] == batch_size]
         return self._largest(
             lambda number: (batch_size, number), budget, known or [2048], limit
         )
 
     def largest_batch(self, budget: int | str, seq_len: int) -> int:
-        """Find the largest batch whose step fits a budget.
+        """Find the largest batch whose step fits a budget; one of more than 1,048,576 tokens is not tried.
 
         Args:
             budget: Bytes, or a string such as ``"8GiB"``, for all that is reserved for
@@ -321,7 +340,12 @@ class StepPredictor:
         Returns:
             The number of sequences; 0 where not even one fits, or loading the model
             does not.
+
+        Raises:
+            ConfigError: The budget or the length is invalid, or ``inputs`` fix the batch.
         """
+        self._refuse_inputs()
+        _, seq_len = self._shape(1, seq_len)
         known = [other[0] for other in self._steps if other[1] == seq_len]
         return self._largest(
             lambda number: (number, seq_len),
@@ -330,32 +354,51 @@ class StepPredictor:
             MOST_TOKENS // seq_len,
         )
 
-    def fits(self, budget: int | str, batch_size: int, seq_len: int) -> bool:
+    def fits(
+        self,
+        budget: int | str,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+    ) -> bool:
         """Return whether loading, preparing and the step of a batch fit a budget.
 
         Tensors must fit, and so must what the allocator reserves for them, with the
         budget as its limit: where it would reserve more, it empties its cache first, and
-        what still exceeds the budget does not fit.
+        what still exceeds the budget does not fit. Where what is reserved is not known, the
+        peak is compared, with the least that is unknown beside it.
 
         Args:
             budget: Bytes, or a string such as ``"8GiB"``.
-            batch_size: Sequences in the batch.
-            seq_len: Tokens in a sequence.
+            batch_size: Sequences in the batch; ``None`` for those of ``inputs`` or
+                ``args``.
+            seq_len: Tokens in a sequence; ``None`` for those of ``inputs`` or ``args``.
         """
         budget_bytes = parse_bytes(budget)
+        batch_size, seq_len = self._shape(batch_size, seq_len)
         try:
             step = self._step(batch_size, seq_len)
         except (
             TooLongError
         ):  # the model keeps some positions of its own longest for itself
             return False
-        if max(step.peak_bytes, self._loading_bytes or 0) > budget_bytes:
+        needed = step.peak_bytes
+        if step.static is None:
+            unknown = self._unknown(step, None, batch_size * seq_len)
+            needed += sum(max(part.least_bytes, 0) for part in unknown)
+        if max(needed, self._loading_bytes or 0) > budget_bytes:
             return False
         try:
             self._replay(step, budget_bytes)
         except MemoryError:
             return False
         return True
+
+    def _refuse_inputs(self) -> None:
+        """Raise ``ConfigError`` where the inputs that were given leave nothing to search."""
+        if self._inputs is not None:
+            raise ConfigError(
+                "inputs: they fix the batch and its length, so that there is nothing to search: ask `fits`"
+            )
 
     def _largest(
         self,
@@ -406,7 +449,7 @@ class StepPredictor:
 
     def _step(self, batch_size: int, seq_len: int) -> Step:
         """Return the step of a batch on each of the devices; run it, unless it was run before."""
-        key = batch_shape(self._inputs, batch_size, seq_len)
+        key = batch_size, seq_len
         if key not in self._steps:
             with _one_at_a_time():
                 self._steps[key] = self._devices.on_each(self._run(batch_size, seq_len))

@@ -250,6 +250,22 @@ def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[st
     assert found == json.loads(json.dumps(expected.to_dict()))
 
 
+def test_what_the_allocator_of_cuda_takes_is_said_where_it_is_known_or_has_to_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = saved(tmp_path, LLAMA | {"num_hidden_layers": 1})
+    said = {}
+    for options in ("", "--kernels cpu", "--engine fsdp2 --devices 2 --quant none"):
+        step = ["--step", "--seq", "8", "--precision", "none", "--budget", "1GiB", *options.split()]
+        assert main(["plan", model, *step]) == 0
+        said[options] = " ".join(capsys.readouterr().out.split())
+    usual, of_cpu, sharded = said.values()
+    assert "What has to fit is what CUDA's caching allocator reserves" in usual
+    assert "CUDA" not in of_cpu
+    assert "unknown" not in of_cpu
+    assert "is not known where FSDP2 shards the model: the peak has to fit" in sharded
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -262,6 +278,7 @@ def test_a_step_of_the_trainer_has_its_defaults(capsys: pytest.CaptureFixture[st
         (["--trainer", "sgd"], "Invalid value for '--trainer': 'sgd' is not one of 'sft', 'dpo', 'grpo', 'reward', "),
         (["--devices", "2"], "--engine and --devices are given together"),
         (["--budget", "1GiB", "--device-memory", "1GiB"], "expected at most one of --budget, --device-memory"),
+        (["--kernels", "cpu", "--device-memory", "1GiB"], "--device-memory is of a device for CUDA"),
         (["--unified"], "--unified says that host and device share --device-memory: give both"),
         (["--unified", "--budget", "1GiB"], "--unified says that host and device share --device-memory: give both"),
     ],

@@ -195,6 +195,19 @@ def test_what_fsdp2_stores_in_float32_is_predicted_as_stored() -> None:
     assert predicted("compute", engine="fsdp2").phases == predicted("full", engine="fsdp2").phases
 
 
+def test_a_sharded_step_fits_with_the_least_that_is_unknown_beside_its_peak() -> None:
+    config = transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"], num_hidden_layers=2, hidden_size=64, intermediate_size=128, vocab_size=128
+    )
+    predict = StepPredictor(config, engine="fsdp2", num_devices=2, precision="none", dtype="bfloat16")
+    step = predict(1, 64)
+    assert step.reserved_bytes is None
+    least = step.peak_bytes + sum(max(part.least_bytes, 0) for part in step.unknown)
+    assert least - step.peak_bytes > 16 << 20  # the workspaces
+    assert predict.fits(least, 1, 64)
+    assert not predict.fits(least - 1, 1, 64)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_search_is_for_the_step_on_each_device(engine: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import BitsAndBytesConfig
 
-from kbitwrap import StepMemory, StepPredictor
+from kbitwrap import ConfigError, StepMemory, StepPredictor
 from kbitwrap.foresight.search import largest
 from support.thorough import few
 
@@ -74,6 +75,37 @@ def test_the_largest_batch_and_the_longest_sequence_fit_a_budget_that_one_more_d
     assert predict.largest_batch(budget, 7) == 50
     assert predict.largest_batch(budget - 1, 7) == 49
     assert predict.longest_sequence(budget, 50) == 7
+
+
+def test_a_search_refuses_what_makes_no_batch_as_a_prediction_does() -> None:
+    lora = LoraConfig(target_modules=["head"])
+    predict = StepPredictor(Bigrams(), precision="none", gradient_checkpointing=False, lora=lora, kernels="cpu")
+    for number in (0, -1, "2", True, 1 << 21):
+        with pytest.raises(ConfigError, match=r"^batch_size"):
+            predict.longest_sequence("1GiB", number)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"^(batch_size and )?seq_len"):
+            predict.largest_batch("1GiB", number)  # type: ignore[arg-type]
+
+
+def test_inputs_leave_nothing_to_search() -> None:
+    shapes = dict.fromkeys(("input_ids", "labels"), ((2, 7), torch.int64))
+    lora = LoraConfig(target_modules=["head"])
+    predict = StepPredictor(Bigrams(), precision="none", inputs=shapes, lora=lora, gradient_checkpointing=False)
+    assert predict.fits("1GiB")
+    for search in (predict.longest_sequence, lambda budget: predict.largest_batch(budget, 7)):
+        with pytest.raises(ConfigError, match=r"^inputs: they fix the batch and its length"):
+            search("1GiB")
+
+
+def test_the_batch_of_a_trainers_arguments_is_that_of_a_search(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SHAPES, architectures=["LlamaForCausalLM"])
+    args = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=3, use_cpu=True)
+    predict = StepPredictor(config, args=args, precision="none", kernels="cpu")
+    budget = predict(None, 64).peak_bytes
+    assert predict.fits(budget, None, 64)
+    longest = predict.longest_sequence(budget)
+    assert longest == predict.longest_sequence(budget, 3) >= 64
+    assert not predict.fits(budget, None, longest + 1)
 
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
