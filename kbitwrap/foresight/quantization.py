@@ -110,7 +110,6 @@ def fake_weight(
     else:
         result.__class__ = _CLASSES["Params4bit"]
         result.quant_state = statistics
-        result.bnb_quantized = True
         module.quant_state = statistics  # type: ignore[assignment]
     return result  # type: ignore[no-any-return]
 

@@ -132,8 +132,7 @@ class Rehearsal(ModelStep):
             raise ConfigError(f"args: the step of {self._name} is not predicted")
         self._rows = rows
         self._args = quiet_copy(args, on_cuda)
-        self._is_fp16 = args.fp16
-        self._uses_engine = getattr(args, "use_vllm", False)
+        self._given = args
         self._on_cuda = on_cuda
         self._built = built
         self._shared: list[dict[str, Any]] = [{}, {}, {}]
@@ -212,9 +211,9 @@ class Rehearsal(ModelStep):
             accelerator.free_memory = lambda *objects: objects  # there is none
             printer = importlib.import_module("transformers").PrinterCallback
             trainer.remove_callback(printer)
-            if self._is_fp16:
+            if self._given.fp16:
                 accelerator.state._mixed_precision = "fp16"
-            if self._uses_engine:
+            if getattr(self._given, "use_vllm", False):
                 trainer.use_vllm = True
             if self._built is not None:
                 self._built.hand_over(trainer, recorded_class)
