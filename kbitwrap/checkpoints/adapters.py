@@ -137,9 +137,11 @@ def read_adapter(adapter: StrPath) -> SavedAdapter:
             raise ConfigError(
                 f"{os.fspath(folder)!r} holds no adapter; its newest checkpoint does: give {newest!r}"
             )
-        absent = "" if os.path.exists(folder) else ": there is no such folder"
+        why = "" if os.path.exists(folder) else ": there is no such folder"
+        if os.path.isfile(folder / "config.json"):
+            why = ": it holds a model, and not what PEFT saves of an adapter"
         raise ConfigError(
-            f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}{absent}"
+            f"there is no adapter_config.json with adapter_model.safetensors in {os.fspath(folder)!r}{why}"
         )
 
     saved = SavedAdapter(folder, read_json(path), read_tensors(file))

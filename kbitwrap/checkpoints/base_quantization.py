@@ -16,11 +16,13 @@ from .adapters import BASE_MODEL, SavedAdapter
 from .reader import recorded_quantization
 
 QUANTIZATION = "how the base was quantized in training"
+CONFIRMED = "whether the quantization that was given is that of the training"
 """The words in ``unknown`` of a manifest that was made afterwards, where nothing said how the base was quantized."""
 OF_BASE = "the base's config.json says"
 OF_MANIFEST = "the manifest says"
 BESIDE_ADAPTER = "the config.json beside the adapter says"
 GIVEN = "the caller said, and nothing recorded confirms"
+STAMPED = "the caller said when the manifest was made, and nothing recorded confirms"
 OF_MERGE = "the merged checkpoint's config.json says"
 FITTED = "the checkpoint fits"
 UNKNOWN = "nothing says"
@@ -125,9 +127,10 @@ def find_quantization(
         return BaseQuantization(own, OF_BASE)
 
     if manifest is not None and QUANTIZATION not in manifest.unknown:
+        source = STAMPED if CONFIRMED in manifest.unknown else OF_MANIFEST
         if given is None:
             config = recorded_quantization(manifest) or {}
-            return BaseQuantization(config, OF_MANIFEST)
+            return BaseQuantization(config, source)
 
         recorded = manifest.model.quantization.config
         kinds = kind_of(recorded), kind_of(given or {})
@@ -146,7 +149,7 @@ def find_quantization(
         config.pop(_COMPUTE_DTYPE, None)
         if given and compute_dtype is not None:
             config[_COMPUTE_DTYPE] = compute_dtype
-        return BaseQuantization(config, OF_MANIFEST)
+        return BaseQuantization(config, source)
 
     if saved is not None and saved.config_of_model:
         beside = saved.config_of_model["quantization_config"]

@@ -22,7 +22,7 @@ from .doctor_subjects import Base, Folder, LiveModel
 
 _EXPERTS = re.compile(r"(?:^|\.)experts?\.(?!.*bias)")
 _THE_BASE = "whether the base is the manifest's, and unchanged"
-_NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
+_NO_MANIFEST = "no kbitwrap.json: KbitTrainerCallback writes one in training, and kbitwrap stamp after it"
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from .base_quantization import (
     OF_BASE,
     OF_MERGE,
     QUANTIZATION,
+    STAMPED,
     UNKNOWN,
     BaseQuantization,
     find_quantization,
@@ -301,6 +302,8 @@ def _measure(
         manifest = None  # the base in another quantization is not the recorded one
     elif stated.source == GIVEN:
         assumed = f"{quantization.form}, as given"
+    elif stated.source == STAMPED:
+        assumed = f"{quantization.form}, as was given when the run was stamped"
     elif quantization.source in (FITTED, OF_MERGE):
         assumed = quantization.form
         if quantization.config:

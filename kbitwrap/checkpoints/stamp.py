@@ -15,6 +15,8 @@ from ..tensors.devices import accelerator_type
 from .adapters import read_adapter
 from .base import adapted_base, load_base, named_base
 from .base_quantization import (
+    CONFIRMED,
+    GIVEN,
     QUANTIZATION,
     UNKNOWN,
     UNQUANTIZED,
@@ -93,6 +95,8 @@ def stamp_adapter(
     if quantization.source == UNKNOWN:
         unknown.append(QUANTIZATION)
         quantization = UNQUANTIZED
+    if quantization.source == GIVEN:
+        unknown.append(CONFIRMED)
     is_given = quantization_config not in (None, False)
     if is_given and quantization.config.get("load_in_4bit"):
         unknown.append(DTYPES_OF_4_BITS)

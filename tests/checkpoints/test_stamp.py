@@ -53,7 +53,15 @@ def test_a_stamped_run_is_merged_as_a_recorded_one(run: Path) -> None:
     assert Manifest.load(run / "adapter" / "kbitwrap.json") == manifest
     merge_checkpoint(None, run / "adapter", run / "out", check=True)
     assert_same_model(run / "out", run / "live")
-    assert "in nf4 in training, which the manifest says" in (run / "out" / "README.md").read_text()
+    card = (run / "out" / "README.md").read_text()
+    assert "in nf4 in training, which the caller said when the manifest was made, and nothing recorded confirms" in card
+    report = doctor(run / "out", base=run / "base", adapter=run / "adapter")
+    assert not report.findings
+    assert (
+        str(report.merge)
+        .splitlines()[0]
+        .endswith("in nf4, as was given when the run was stamped; nothing records whether it was trained on these")
+    )
 
 
 def test_what_nothing_proves_is_unknown(run: Path) -> None:

@@ -21,7 +21,7 @@ from support import training, zoo
 from support.thorough import few
 
 GIVE_ADAPTER = "give the adapter that was merged (adapter, --adapter)"
-NO_MANIFEST = "no kbitwrap.json: train with KbitTrainerCallback, or save prepared.manifest() beside the adapter"
+NO_MANIFEST = "no kbitwrap.json: KbitTrainerCallback writes one in training, and kbitwrap stamp after it"
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +298,9 @@ def test_a_quantization_without_a_base_is_refused(run: Path, capsys: pytest.Capt
 
 NO_ADAPTER = "there is no adapter_config.json with adapter_model.safetensors in"
 WRONG = {
-    "--base base --adapter merged": f"{NO_ADAPTER} '{{}}/merged'",
+    "--base base --adapter merged": (
+        f"{NO_ADAPTER} '{{}}/merged': it holds a model, and not what PEFT saves of an adapter"
+    ),
     "--base adapter --adapter adapter": "there is no config.json in '{}/adapter'",
     "--base base --adapter adapter/adapter_model.safetensors": f"{NO_ADAPTER} '{{}}/adapter/adapter_model.safetensors'",
     "--base base/model.safetensors --adapter adapter": (
