@@ -247,27 +247,27 @@ def _merge(merge: MergeMeasure) -> list[RenderableType]:
 
 
 def _checks(report: DoctorReport, verbose: bool) -> list[RenderableType]:
-    """Lay out what was not measured, the faults, and which checks found none, or each check."""
-    num_open = sum(check.outcome == "not measured" for check in report.looked_at)
-    num_checks = len(report.looked_at) - num_open
-    found = f"faults: {len(report.findings)}" if report.findings else "no fault found"
-    first = (
-        f"{report.subject}: {found} in {num_checks} checks; not measured: {num_open}"
-    )
+    """Lay out what was found, what was not and what was not measured; and, if asked for, each check."""
+    by_outcome: dict[str, list[str]] = {"fine": [], "not measured": []}
+    for check in report.looked_at:
+        by_outcome.setdefault(check.outcome, []).append(check.what)
+    counts = []
+    if report.findings:
+        counts.append(f"faults: {len(report.findings)}")
+    if by_outcome["fine"]:
+        names = ", ".join(dict.fromkeys(by_outcome["fine"]))
+        counts.append(f"no fault found in {names}")
+    if by_outcome["not measured"]:
+        counts.append(f"not measured: {len(by_outcome['not measured'])}")
+    first = f"{report.subject}: {'; '.join(counts)}"
     lines = [first, *[f"not measured: {text}" for text in report.not_measured]]
     parts = ["\n".join(map(printable, lines))]
     for one in report.findings:
         lines = [one.what, f"  where: {one.where}", f"  evidence: {one.evidence}"]
         lines.append(f"  remedy: {one.remedy}")
         parts.append("\n".join(map(printable, lines)))
-    fine = [one.what for one in report.looked_at if one.outcome == "fine"]
     if verbose:
         parts.append("\n".join(printable(str(one)) for one in report.looked_at))
-    elif fine:
-        names = ", ".join(dict.fromkeys(fine))
-        parts.append(
-            f"{len(fine)} checks found no fault: {names}; --verbose prints each"
-        )
     return [*parts]
 
 
