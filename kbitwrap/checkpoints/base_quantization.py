@@ -16,8 +16,9 @@ from .adapters import BASE_MODEL, SavedAdapter
 from .reader import recorded_quantization
 
 QUANTIZATION = "how the base was quantized in training"
-CONFIRMED = "whether the quantization that was given is that of the training"
 """The words in ``unknown`` of a manifest that was made afterwards, where nothing said how the base was quantized."""
+CONFIRMED = "whether the quantization that was given is that of the training"
+"""The words in it where only the caller said how the base was quantized."""
 OF_BASE = "the base's config.json says"
 OF_MANIFEST = "the manifest says"
 BESIDE_ADAPTER = "the config.json beside the adapter says"

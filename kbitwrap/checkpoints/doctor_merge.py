@@ -297,6 +297,8 @@ def _measure(
         said, correct = "is recorded", "record that (kbitwrap stamp)"
         if stated.source == GIVEN:
             said, correct = "was given", _GIVE
+        elif stated.source == STAMPED:
+            said = "was stamped"
         assumed = f"{quantization.form}; the run {said} as {stated.kind}"
         as_it_was = f"if it was trained {quantization.form}, {correct}; otherwise {_MERGE_AGAIN}"
         manifest = None  # the base in another quantization is not the recorded one

@@ -291,9 +291,11 @@ def _refuse_merged(base: StrPath, saved: SavedAdapter) -> None:
         return
 
     card = path.read_text(encoding="utf-8", errors="replace")
+    if "Written by kbitwrap" not in card:
+        return
+
     name = name_of_base(os.fspath(saved.folder))
-    is_named = f"`{name}` was added" in card or _DIGEST.format(saved.digest) in card
-    if "Written by kbitwrap" in card and is_named:
+    if f"`{name}` was added" in card or _DIGEST.format(saved.digest) in card:
         raise ConfigError(
             f"{os.fspath(base)!r} is a merge of the adapter {name!r} already, whose name or SHA-256 its {CARD} has: "
             f"give the base that was trained on, {shown(named)}"

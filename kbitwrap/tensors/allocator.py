@@ -53,7 +53,7 @@ class Allocator:
     """Counts what the allocator reserves on a device.
 
     Args:
-        settings: Its settings, as in ``process_settings``.
+        settings: Its settings, in the form in which ``PYTORCH_ALLOC_CONF`` gives them.
         limit: The most bytes that can be reserved.
 
     Attributes:
