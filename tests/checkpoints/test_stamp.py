@@ -64,13 +64,6 @@ def test_a_stamped_run_is_merged_as_a_recorded_one(run: Path) -> None:
     )
 
 
-def test_a_merge_that_fits_another_quantization_than_was_stamped_is_told_whose_word_that_is(run: Path) -> None:
-    merge_checkpoint(None, run / "adapter", run / "out", quantization_config=NF4)
-    stamp_adapter(run / "adapter", quantization_config={**NF4, "bnb_4bit_use_double_quant": True})
-    report = doctor(run / "out", base=run / "base", adapter=run / "adapter")
-    assert [one.what for one in report.findings] == ["a merge in nf4; the run was stamped as nf4-double"]
-
-
 def test_what_nothing_proves_is_unknown(run: Path) -> None:
     manifest = stamp_adapter(run / "adapter")
     assert "how the base was quantized in training" in manifest.unknown

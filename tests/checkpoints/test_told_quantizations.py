@@ -80,13 +80,16 @@ def test_a_merge_onto_the_original_weights_denies_no_kind(size: str, dtype: torc
 def test_a_merge_in_another_kind_than_the_manifest_records_is_one_finding(size: str, tmp_path: Path) -> None:
     base, adapter = make(size, tmp_path)
     merge_checkpoint(base, adapter, tmp_path / "merged", quantization_config=bitsandbytes_config("nf4"))
-    stamp_adapter(adapter, base, quantization_config=bitsandbytes_config("nf4-double"))
-    report = doctor(tmp_path / "merged", base=base, adapter=adapter)
-    (finding,) = report.findings
-    assert finding.what == "a merge in nf4; the run is recorded as nf4-double"
-    assert "down_proj" in finding.evidence
-    assert report.merge is not None
-    assert str(report.merge).endswith("added to the base's weights in nf4; the run is recorded as nf4-double")
+    manifest = stamp_adapter(adapter, base, quantization_config=bitsandbytes_config("nf4-double"))
+    recorded = manifest.model_copy(update={"unknown": ()})  # as if it was written in training
+    for known, said in ((manifest, "was stamped"), (recorded, "is recorded")):
+        known.save(adapter / "kbitwrap.json")
+        report = doctor(tmp_path / "merged", base=base, adapter=adapter)
+        (finding,) = report.findings
+        assert finding.what == f"a merge in nf4; the run {said} as nf4-double"
+        assert "down_proj" in finding.evidence
+        assert report.merge is not None
+        assert str(report.merge).endswith(f"added to the base's weights in nf4; the run {said} as nf4-double")
 
 
 def test_what_is_broken_is_told_beside_the_kind(tmp_path: Path) -> None:
